@@ -1,0 +1,94 @@
+"""edgekv: chat with a 4-bit model on a small device for as long as you like, in a fixed amount of memory.
+
+    import edgekv
+
+    with edgekv.load("smollm2-135m-instruct", memory="1GiB") as runtime:
+        print(runtime.chat([{"role": "user", "content": "What is the capital of France?"}]).text)
+
+Names are loaded when they are first used: importing edgekv imports no tensor library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from edgekv.api import LoadOptions, Reply, Runtime, load
+    from edgekv.errors import (
+        BadCheckpoint,
+        ContextOverflow,
+        DependencyMissing,
+        DownloadFailed,
+        EdgeKVError,
+        EngineError,
+        InvalidOption,
+        MemoryBudgetError,
+        ModelNotFound,
+        ScalesError,
+        StorageError,
+        TemplateError,
+        UnsupportedModel,
+    )
+    from edgekv.generate import Evicted, Finished, PrefillProgress, TextDelta, Usage
+    from edgekv.kv.plan import Plan
+    from edgekv.sampling import SamplingOptions
+    from edgekv.session import Session
+    from edgekv.text.precheck import LengthReport
+
+_HOMES = {
+    "edgekv.api": ("LoadOptions", "Reply", "Runtime", "load"),
+    "edgekv.errors": (
+        "BadCheckpoint", "ContextOverflow", "DependencyMissing", "DownloadFailed", "EdgeKVError", "EngineError",
+        "InvalidOption", "MemoryBudgetError", "ModelNotFound", "ScalesError", "StorageError", "TemplateError",
+        "UnsupportedModel",
+    ),
+    "edgekv.generate": ("Evicted", "Finished", "PrefillProgress", "TextDelta", "Usage"),
+    "edgekv.kv.plan": ("Plan",),
+    "edgekv.sampling": ("SamplingOptions",),
+    "edgekv.session": ("Session",),
+    "edgekv.text.precheck": ("LengthReport",),
+}  # fmt: skip
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BadCheckpoint",
+    "ContextOverflow",
+    "DependencyMissing",
+    "DownloadFailed",
+    "EdgeKVError",
+    "EngineError",
+    "Evicted",
+    "Finished",
+    "InvalidOption",
+    "LengthReport",
+    "LoadOptions",
+    "MemoryBudgetError",
+    "ModelNotFound",
+    "Plan",
+    "PrefillProgress",
+    "Reply",
+    "Runtime",
+    "SamplingOptions",
+    "ScalesError",
+    "Session",
+    "StorageError",
+    "TemplateError",
+    "TextDelta",
+    "UnsupportedModel",
+    "Usage",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'edgekv' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,5 @@
+"""`python -m edgekv` is `edgekv`."""
+
+from edgekv.cli import main
+
+main()

@@ -1,0 +1,182 @@
+"""The public door: `edgekv.load(...)` -> Runtime.
+
+    import edgekv
+
+    with edgekv.load("smollm2-135m-instruct", memory="1GiB") as runtime:
+        session = runtime.session(system="Answer briefly.")
+        for event in session.send("What is the capital of France?"):
+            if isinstance(event, edgekv.TextDelta):
+                print(event.text, end="", flush=True)
+
+A Runtime is one model, one engine and one cache, planned before it loads. Answers run one at a time; starting another
+ends the one before. Threads must not share a Runtime without a lock of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from edgekv import device as hardware
+from edgekv.engines.base import Engine
+from edgekv.errors import BadCheckpoint, InvalidOption
+from edgekv.generate import Finished
+from edgekv.kv.plan import Plan
+from edgekv.kv.scales import KVScales
+from edgekv.kv.spec import KVSpec
+from edgekv.model.converted import TEMPLATE, TOKENIZER, ConvertedModel
+from edgekv.options import LoadOptions, home_of, plan_for
+from edgekv.prepare import Progress, find_scales, prepare
+from edgekv.sampling import SamplingOptions
+from edgekv.session import Chat, Events, Session
+from edgekv.text.precheck import LengthReport, Overflow
+from edgekv.text.prompt import ChatFormat
+from edgekv.text.template import ChatTemplate, Message
+from edgekv.text.tokenizer import Tokenizer
+
+Reply = Finished
+"""A whole answer: text, finish_reason, usage."""
+
+
+def load(model: str | os.PathLike[str], **options: Any) -> Runtime:
+    """Load a model: a catalog name, a directory made by `edgekv convert`, a GGUF file or a folder of safetensors.
+
+    Args:
+        model: what to load; it is downloaded and converted the first time.
+        options: fields of `LoadOptions`: memory, context, kv_dtype, granularity, sinks, stride, overflow, scales,
+            device, threads, home.
+
+    Raises:
+        InvalidOption: an unknown option or value. MemoryBudgetError: it does not fit. ScalesError: it has no KV scales
+            yet (`edgekv calibrate MODEL` makes them). ModelNotFound, DownloadFailed, BadCheckpoint, UnsupportedModel:
+            see `edgekv.errors`.
+    """
+    known = {field.name for field in fields(LoadOptions)}
+    if unknown := sorted(options.keys() - known):
+        raise InvalidOption(f"load() has no option {unknown[0]!r}: the options are {', '.join(sorted(known))}.")
+    chosen = LoadOptions(**options)
+    return open_runtime(prepare(os.fspath(model), home=home_of(chosen)), chosen)
+
+
+def open_runtime(model: ConvertedModel, options: LoadOptions) -> Runtime:
+    """Plan, find the scales and open the engine."""
+    plan = plan_for(model, options)
+    path = None if options.scales is None else Path(options.scales)
+    scales = find_scales(model, options.kv_dtype, options.granularity, path)
+    return Runtime(model, plan, open_engine(model, plan.kv, scales, options), options)
+
+
+def open_engine(model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: LoadOptions) -> Engine:
+    """The onnx engine for this cache."""
+    from edgekv.engines.onnx.engine import OnnxOptions, open_engine
+
+    threads = options.threads or hardware.physical_cores()
+    return open_engine(model, kv, scales, OnnxOptions(threads=threads, device=options.device))
+
+
+def open_text(model: ConvertedModel) -> tuple[Tokenizer, ChatFormat | None]:
+    """A model's tokenizer and, if it has a template, its chat format."""
+    tokenizer = Tokenizer.from_file(model.folder / TOKENIZER)
+    template = model.folder / TEMPLATE
+    if not template.exists():
+        return tokenizer, None
+    try:
+        source = template.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"The chat template {template} cannot be read: {error}.") from None
+    description = model.description
+    return tokenizer, ChatFormat(
+        tokenizer, ChatTemplate(source, bos_token=description.bos_token, eos_token=description.eos_token)
+    )
+
+
+class Runtime:
+    """A loaded model. Use it as a context manager, or call `close()`."""
+
+    def __init__(self, model: ConvertedModel, plan: Plan, engine: Engine, options: LoadOptions) -> None:
+        self.model, self.plan, self.options = model, plan, options
+        self._engine: Engine | None = engine
+        tokenizer, chat_format = open_text(model)
+        self._chat = Chat(engine, tokenizer, chat_format, model.spec.bos_id if model.description.add_bos else None)
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """The model maker's recommended sampling, over edgekv's defaults."""
+        return _sampling(SamplingOptions(), dict(self.model.description.sampling))
+
+    @property
+    def chat_state(self) -> Chat:
+        """The cache and its timeline, for tools."""
+        return self._open()
+
+    def precheck(self, messages: Sequence[Message], **sampling: Any) -> LengthReport:
+        """What these messages would do to the cache: their length, what is reused, what would leave. Nothing runs."""
+        return self._open().precheck(messages, _sampling(self.sampling, sampling), self.options.overflow)
+
+    def stream(self, messages: Sequence[Message], **sampling: Any) -> Events:
+        """Answer messages as a stream of events (TextDelta, Evicted, PrefillProgress, and Finished at the end).
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...].
+            sampling: fields of `SamplingOptions`: temperature, top_k, top_p, min_p, repetition_penalty, seed,
+                max_new_tokens, stop.
+
+        Raises:
+            ContextOverflow: the messages do not fit; raised before anything runs.
+            TemplateError: the model's template refuses them. InvalidOption: an unknown sampling option.
+        """
+        return self._open().stream(messages, _sampling(self.sampling, sampling), self.options.overflow)
+
+    def chat(self, messages: Sequence[Message], **sampling: Any) -> Reply:
+        """Answer messages, whole. Arguments and errors as for `stream`."""
+        return _last(self.stream(messages, **sampling))
+
+    def generate(self, prompt: str, **sampling: Any) -> Reply:
+        """Continue plain text, without a chat template. Arguments and errors as for `stream`."""
+        return _last(self._open().stream_text(prompt, _sampling(self.sampling, sampling), self.options.overflow))
+
+    def session(self, *, system: str = "", overflow: Overflow | None = None, **sampling: Any) -> Session:
+        """A dialogue that remembers. `overflow` None takes the runtime's policy."""
+        policy = self.options.overflow if overflow is None else overflow
+        return Session(self._open(), system=system, sampling=_sampling(self.sampling, sampling), overflow=policy)
+
+    def close(self) -> None:
+        """Free the engine and the cache. Closing twice is fine."""
+        if self._engine is not None:
+            self._chat.stop()
+            self._engine.close()
+            self._engine = None
+
+    def _open(self) -> Chat:
+        if self._engine is None:
+            raise InvalidOption("This runtime is closed: load the model again.")
+        return self._chat
+
+
+def _sampling(base: SamplingOptions, changes: dict[str, Any]) -> SamplingOptions:
+    known = {field.name for field in fields(SamplingOptions)}
+    if unknown := sorted(changes.keys() - known):
+        raise InvalidOption(f"There is no sampling option {unknown[0]!r}: the options are {', '.join(sorted(known))}.")
+    if isinstance(changes.get("stop"), list):
+        changes = changes | {"stop": tuple(changes["stop"])}
+    return replace(base, **changes)
+
+
+def _last(events: Events) -> Reply:
+    """Run a stream to its end."""
+    for event in events:
+        if isinstance(event, Finished):
+            return event
+    raise AssertionError("a stream that was not interrupted ends with Finished")
+
+
+__all__ = ["LoadOptions", "Progress", "Reply", "Runtime", "load"]

@@ -1,0 +1,115 @@
+"""Statistics of keys and values, taken from a float cache row by row as text passes; the rows themselves are not kept.
+
+Keys are seen rotated, so only what a rotation leaves alone is worth recording: the norm of each RoPE pair,
+sqrt(k_d^2 + k_{d+D/2}^2), which bounds both channels at every position. (A plain maximum per channel holds only at the
+positions seen: it cost 11.7 % of perplexity over a stream of 12k tokens, where the norm cost 0.003 %.) Values are
+recorded as magnitudes. Always the maxima; where the method asks for more, a histogram for each pair and value channel.
+
+A histogram's range is a power of two and doubles when it is exceeded, adjacent bins being joined. A value's bin is
+found by exact arithmetic (a division by a power of two), so the counts are the same as if the final range had been
+known from the beginning.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.engines.base import Engine
+from edgekv.errors import EngineError
+from edgekv.kv.quant import pair_norms
+from edgekv.model.spec import ModelSpec
+
+Float32 = npt.NDArray[np.float32]
+
+BINS = 1024
+"""Per channel, 4 KiB: a threshold read from it is within 1/512 of the exact one, or better."""
+
+_LOWEST_EXPONENT = -126
+
+
+class Histogram:
+    """Counts of magnitudes, for N channels at once, in BINS equal bins from 0 to 2**exponent."""
+
+    def __init__(self, channels: int) -> None:
+        self.counts = np.zeros((channels, BINS), np.uint32)  # [N, BINS]
+        self.exponents = np.full(channels, _LOWEST_EXPONENT, np.int32)  # [N]
+
+    @property
+    def widths(self) -> npt.NDArray[np.float64]:
+        """The width of a channel's bins, [N]."""
+        return np.ldexp(1.0 / BINS, self.exponents)
+
+    def add(self, magnitudes: Float32) -> None:
+        """Count magnitudes [N, T], none of them negative."""
+        largest = magnitudes.max(axis=1)
+        self._widen(np.where(largest > 0, np.frexp(largest)[1], _LOWEST_EXPONENT))  # frexp: x < 2**exponent
+        bins = (magnitudes / self.widths[:, None]).astype(np.intp)
+        flat = bins + np.arange(len(bins))[:, None] * BINS
+        self.counts += (
+            np.bincount(flat.ravel(), minlength=self.counts.size).reshape(self.counts.shape).astype(np.uint32)
+        )
+
+    def _widen(self, exponents: npt.NDArray[np.int32]) -> None:
+        """Make ranges at least 2**exponents."""
+        shifts = np.maximum(exponents - self.exponents, 0)
+        for shift in np.unique(shifts[shifts > 0]):
+            rows = shifts == shift
+            joined = min(2 ** int(shift), BINS)  # BINS: everything lands in the first bin
+            counts = self.counts[rows].reshape(-1, BINS // joined, joined).sum(-1, dtype=np.uint32)
+            self.counts[rows] = np.pad(counts, ((0, 0), (0, BINS - counts.shape[1])))
+        self.exponents += shifts
+
+
+class Observer:
+    """What has been seen of a model's keys and values so far."""
+
+    def __init__(self, spec: ModelSpec, histograms: bool) -> None:
+        layers, heads, size = spec.num_layers, spec.num_kv_heads, spec.head_dim
+        self.tokens = 0
+        self.pair_max = np.zeros((layers, heads, size // 2), np.float32)  # [L, K, D/2]
+        self.v_max = np.zeros((layers, heads, size), np.float32)  # [L, K, D]
+        counted = layers if histograms else 0
+        self.pair_histograms = [Histogram(heads * size // 2) for _ in range(counted)]  # [L] of [K D/2, BINS]
+        self.v_histograms = [Histogram(heads * size) for _ in range(counted)]  # [L] of [K D, BINS]
+
+    def see(self, engine: Engine, start: int, stop: int) -> None:
+        """Take in the rows of slots start .. stop-1 of a float cache.
+
+        Raises:
+            EngineError: a key or value is not finite.
+        """
+        for layer in range(engine.spec.num_layers):
+            keys, values = engine.rows(layer, start, stop)  # each [K, T, D]
+            check_finite(layer, keys, values)
+            self._see_layer(layer, pair_norms(keys), np.abs(values))
+        self.tokens += stop - start
+
+    def _see_layer(self, layer: int, pairs: Float32, magnitudes: Float32) -> None:
+        """Take in pair norms [K, T, D/2] and magnitudes of values [K, T, D]."""
+        np.maximum(self.pair_max[layer], pairs.max(axis=1), out=self.pair_max[layer])
+        np.maximum(self.v_max[layer], magnitudes.max(axis=1), out=self.v_max[layer])
+        if self.pair_histograms:
+            self.pair_histograms[layer].add(_channels_first(pairs))
+            self.v_histograms[layer].add(_channels_first(magnitudes))
+
+
+def check_finite(layer: int, keys: Float32, values: Float32) -> None:
+    """Refuse keys or values that are not numbers, and say where they are (case C13).
+
+    Raises:
+        EngineError: there are some.
+    """
+    for name, rows in (("keys", keys), ("values", values)):
+        bad = np.argwhere(~np.isfinite(rows))
+        if len(bad):
+            head, _, channel = (int(index) for index in bad[0])
+            raise EngineError(
+                f"Layer {layer} of the model produced {name} that are not finite (head {head}, channel {channel}): "
+                "no scales can be made. The weights are damaged, or the model does not run at this precision."
+            )
+
+
+def _channels_first(rows: Float32) -> Float32:
+    """[K, T, D] -> [K D, T]."""
+    return np.ascontiguousarray(rows.transpose(0, 2, 1)).reshape(-1, rows.shape[1])

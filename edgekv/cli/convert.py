@@ -1,0 +1,37 @@
+"""`edgekv convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgekv.cli import render
+from edgekv.cli.options import given, options_of
+from edgekv.convert import ConvertOptions
+from edgekv.units import format_bytes
+
+
+@click.command
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@options_of(ConvertOptions)
+def command(source: Path, out: Path, **values: Any) -> None:
+    """Make the model directory OUT from SOURCE: a GGUF file, or a folder with config.json and safetensors.
+
+    What the publisher stored as integers is kept; see the README for what is held in 8 bits.
+    """
+    from edgekv.convert import convert
+
+    options = ConvertOptions(**given(ConvertOptions, values))
+    with render.progress_bar() as report:
+        done = convert(source, out, options, progress=report)
+    description = done.model.description
+    render.out.print(
+        f"{out}: {description.source_scheme} held as {description.scheme}, {format_bytes(description.weight_bytes)}; "
+        f"{done.seconds:.1f} s, peak memory {format_bytes(done.peak_rss_bytes)}",
+        markup=False,
+    )
+    if done.max_weight_error:
+        render.out.print(f"largest rounding error of a layer: {done.max_weight_error:.2%} of its weights' size")

@@ -1,0 +1,217 @@
+"""All printing. Answers and tables go to stdout, so that a pipe gets just them; what is about them goes to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from edgekv.generate import Event, Evicted, Finished, PrefillProgress, TextDelta, Usage
+from edgekv.kv.plan import Plan
+from edgekv.kv.spec import KVDtype
+from edgekv.text.precheck import LengthReport
+from edgekv.units import format_bytes
+
+if TYPE_CHECKING:
+    from edgekv.calibrate.measure import LayerCheck
+    from edgekv.calibrate.run import CalibrationReport
+
+Report = Callable[[str, int, int | None], None]
+
+console = Console(stderr=True, highlight=False)
+out = Console(highlight=False)
+
+
+def note(text: str) -> None:
+    """A line about what is going on, to stderr."""
+    console.print(text, style="dim", markup=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+    """A table on stdout. `right` names the columns that hold numbers."""
+    out.print(_grid(title, columns, rows, right=right))
+
+
+def _grid(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Table:
+    show_header = any(columns)
+    grid = Table(title=title or None, box=None, pad_edge=False, show_header=show_header, header_style="bold")
+    for index, name in enumerate(columns):
+        grid.add_column(name, justify="right" if index in right else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def print_json(data: Any) -> None:
+    """One JSON value on one line of stdout."""
+    click.echo(json.dumps(data, ensure_ascii=False))
+
+
+@contextmanager
+def progress_bar() -> Iterator[Report]:
+    """A bar a stage on a terminal; without one, a line a stage. Gives a callback (stage, done, total)."""
+    if not console.is_terminal:
+        yield _lines()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield _bars(bar)
+
+
+def _bars(bar: Progress) -> Report:
+    tasks: dict[str, Any] = {}
+
+    def report(stage: str, done: int, total: int | None) -> None:
+        title = _stage(stage)
+        if title not in tasks:
+            for task in tasks.values():
+                bar.update(task, visible=False)
+            tasks[title] = bar.add_task(title, total=total)
+        bar.update(tasks[title], completed=done, total=total)
+
+    return report
+
+
+def _lines() -> Report:
+    seen: set[str] = set()
+
+    def report(stage: str, done: int, total: int | None) -> None:
+        if _stage(stage) not in seen:
+            seen.add(_stage(stage))
+            note(_stage(stage))
+
+    return report
+
+
+def _stage(stage: str) -> str:
+    """Conversion reports every layer; they are one stage to look at."""
+    return "converting" if stage.startswith(("layer", "embedding", "head", "graph")) else stage
+
+
+def print_plan(plan: Plan, alternatives: Mapping[KVDtype, int]) -> None:
+    """The itemised plan, and what else would fit."""
+    rows = [[line.name, format_bytes(line.size_bytes), line.formula] for line in plan.lines]
+    rows.append(["total", format_bytes(plan.total_bytes), "predicted peak"])
+    if plan.budget_bytes is not None:
+        rows.append(["budget", format_bytes(plan.budget_bytes), "fits" if plan.fits else "DOES NOT FIT"])
+    table("", ["item", "size", "how"], rows, right=[1])
+    kv = plan.kv
+    out.print(
+        f"\ncache: {kv.capacity} tokens of {plan.spec.max_context}, {kv.dtype} per {kv.granularity}, "
+        f"at least {kv.sinks} sinks, {kv.stride} tokens leave at once"
+    )
+    if alternatives:
+        limit = plan.spec.max_context // 64 * 64
+        told = [
+            f"{dtype} {count}{' (all)' if count >= limit else ''}" if count else f"{dtype} none"
+            for dtype, count in alternatives.items()
+        ]
+        out.print("tokens that would fit the budget: " + ", ".join(told))
+
+
+def plan_json(plan: Plan, alternatives: Mapping[KVDtype, int]) -> dict[str, Any]:
+    """The plan as JSON values."""
+    return {
+        "capacity": plan.kv.capacity,
+        "kv_dtype": plan.kv.dtype,
+        "cache_bytes": plan.cache_bytes,
+        "total_bytes": plan.total_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "fits": plan.fits,
+        "lines": [asdict(line) for line in plan.lines],
+        "tokens_that_fit": dict(alternatives),
+    }
+
+
+def print_forecast(report: LengthReport) -> None:
+    """Before an answer: what will leave, if anything will."""
+    if report.evicts:
+        turns = report.turns_leaving
+        which = (
+            ""
+            if not turns
+            else f" (message {turns[0] + 1})"
+            if len(turns) == 1
+            else f" (messages {turns[0] + 1} to {turns[-1] + 1})"
+        )
+        note(
+            f"[the cache is full: the {report.evicts} oldest tokens{which} leave; "
+            f"the first {report.pinned} and the newest {report.capacity - report.pinned - 1} at most stay]"
+        )
+
+
+class AnswerPrinter:
+    """Writes an answer's events as they come."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._json = as_json
+        self._wrote = False
+
+    def show(self, event: Event) -> None:
+        """Write one event."""
+        if self._json:
+            print_json({"event": type(event).__name__} | asdict(event))
+        elif isinstance(event, TextDelta):
+            click.echo(event.text, nl=False)
+            self._wrote = True
+        elif isinstance(event, PrefillProgress) and console.is_terminal:
+            click.echo(f"\r\x1b[2mreading {event.done} of {event.total} tokens\x1b[0m", nl=False, err=True)
+        elif isinstance(event, Evicted) and console.is_terminal and not self._wrote:
+            note(f"[{event.tokens} tokens left the cache]")
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Finish the line."""
+        if self._wrote and not self._json:
+            click.echo()
+
+
+def status_line(used: int, capacity: int, evicted: int, finished: Finished | None) -> str:
+    """Tokens used and left, and how fast it went."""
+    parts = [f"{used} of {capacity} tokens in the cache"]
+    if evicted:
+        parts.append(f"{evicted} evicted so far")
+    if finished is not None:
+        parts += _speed(finished.usage)
+    return "[" + ", ".join(parts) + "]"
+
+
+def _speed(usage: Usage) -> list[str]:
+    speed = [f"{usage.tokens_per_s:.0f} tokens/s"] if usage.tokens_per_s else []
+    return [*speed, f"first token after {usage.prefill_s:.2f} s"]
+
+
+def print_layers(report: CalibrationReport) -> None:
+    """The errors of fresh scales, a layer a row."""
+    rows = [
+        [
+            str(check.layer),
+            *(f"{x:.2%}" for x in (check.k_error, check.v_error)),
+            *(f"{x:.1e}" for x in _saturated(check)),
+        ]
+        for check in report.layers
+    ]
+    table("", ["layer", "K error", "V error", "K saturated", "V saturated"], rows, right=range(5))
+
+
+def print_verdict(report: CalibrationReport) -> None:
+    """What fresh scales do to perplexity."""
+    if report.ratio is None:
+        note("The perplexity ratio is unknown: no engine here runs such a cache.")
+    else:
+        note(
+            f"On {report.held_out_tokens} tokens held out, the {report.scales.dtype} cache has {report.ratio:.4f} "
+            f"times the perplexity of a float cache (standard error {report.ratio_error or 0:.4f})."
+        )
+
+
+def _saturated(check: LayerCheck) -> tuple[float, float]:
+    return check.k_saturated, check.v_saturated

@@ -1,0 +1,1 @@
+"""Backends, each in its own package behind the protocol of base.py; heavy imports happen when one is opened."""

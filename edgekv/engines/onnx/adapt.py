@@ -1,0 +1,72 @@
+"""A graph with GroupQueryAttention -> the same graph with the cache we want.
+
+Only node attributes and the types of the cache's inputs and outputs change; weights stay in their external file. The
+scales become graph inputs (`k_scale.i`, `v_scale.i`), so that one graph serves every scales file.
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import TensorProto, helper
+
+from edgekv.kv.spec import BITS, Granularity, KVDtype
+
+_TENSOR_TYPES = {"int8": TensorProto.INT8, "int4": TensorProto.UINT8, "float": TensorProto.FLOAT}
+_KEY_SCALE = 12  # input position in GroupQueryAttention; the value scale is the next
+_QUANT_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")
+
+
+def set_cache(model: onnx.ModelProto, dtype: KVDtype, granularity: Granularity) -> None:
+    """Give every attention node a cache of this dtype, in place, whatever it had before."""
+    for value in [*model.graph.input, *model.graph.output]:
+        if value.name.startswith(("past_", "present_")):
+            _retype_cache(value, dtype)
+    for layer, node in enumerate(attention_nodes(model)):
+        _drop_scales(model, layer, node)
+        if dtype != "float":
+            _add_scales(model, layer, node, dtype, granularity)
+
+
+def set_accuracy_level(model: onnx.ModelProto, level: int) -> None:
+    """Set the accuracy_level of every MatMulNBits, in place: 4 is int8 activations, 1 is float32."""
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = level
+
+
+def attention_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """The attention nodes, first layer first."""
+    return [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
+
+
+def _drop_scales(model: onnx.ModelProto, layer: int, node: onnx.NodeProto) -> None:
+    del node.input[_KEY_SCALE:]
+    for attribute in [a for a in node.attribute if a.name in _QUANT_ATTRIBUTES]:
+        node.attribute.remove(attribute)
+    names = (f"k_scale.{layer}", f"v_scale.{layer}")
+    for value in [i for i in model.graph.input if i.name in names]:
+        model.graph.input.remove(value)
+
+
+def _add_scales(
+    model: onnx.ModelProto, layer: int, node: onnx.NodeProto, dtype: KVDtype, granularity: Granularity
+) -> None:
+    heads = next(a.i for a in node.attribute if a.name == "kv_num_heads")
+    node.input.extend([""] * (_KEY_SCALE - len(node.input)))
+    for part in "kv":
+        name = f"{part}_scale.{layer}"
+        shape = [1] if granularity == "tensor" else [1, heads, 1, "D"]
+        model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+        node.input.append(name)
+        quant_type = "PER_TENSOR" if granularity == "tensor" else "PER_CHANNEL"
+        node.attribute.append(helper.make_attribute(f"{part}_quant_type", quant_type))
+    node.attribute.append(helper.make_attribute("kv_cache_bit_width", BITS[dtype]))
+
+
+def _retype_cache(value: onnx.ValueInfoProto, dtype: KVDtype) -> None:
+    tensor = value.type.tensor_type
+    row = tensor.shape.dim[3]
+    head_dim = row.dim_value * (2 if tensor.elem_type == TensorProto.UINT8 else 1)
+    tensor.elem_type = _TENSOR_TYPES[dtype]
+    row.dim_value = head_dim // 2 if dtype == "int4" else head_dim

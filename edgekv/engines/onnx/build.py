@@ -1,0 +1,290 @@
+"""ModelSpec + weights -> an ONNX graph of the family's decoder, with a float cache, and its external data file.
+
+One layer is: norm, packed QKV (MatMulNBits), GroupQueryAttention (RoPE, cache append and attention in one operator),
+output projection, residual + norm (one operator), gate, up, SiLU, down. Choices, with the reason:
+
+* RoPE tables are graph inputs, so that an eviction re-makes them (kv/window.py).
+* `rows` picks the positions whose logits are wanted before the output head runs: one for decoding, all for evaluation,
+  none for a chunk of prefill in the middle. A head over every prompt token would double the cost of prefill.
+* SiLU is QuickGelu with alpha 1: one operator instead of two.
+* Embedding and head of a tied model are one block of bytes in the data file, read by GatherBlockQuantized and
+  MatMulNBits, whose 8-bit and 4-bit layouts agree.
+* accuracy_level is 4 (int8 activations inside MatMulNBits): level 0 runs at 1.6 tokens/s, level 1 five times slower.
+
+Operators: com.microsoft domain of ONNX Runtime's contrib operators, opset 21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekv.errors import UnsupportedModel
+from edgekv.model.spec import ModelSpec
+from edgekv.weights.base import BlockWeight, Codes, WeightSource, stack_rows
+
+OPSET = 21
+IR_VERSION = 10
+_ALIGNMENT = 4096  # so that ONNX Runtime can map a tensor instead of copying it
+_INLINE_BYTES = 4096  # smaller tensors stay inside the graph file
+
+_STANDARD_DOMAIN = (
+    "Gather",
+    "Mul",
+    "ReduceSum",
+    "SimplifiedLayerNormalization",
+)  # the last by ONNX Runtime's own convention
+
+Matrices = Callable[[str], BlockWeight]
+
+
+@dataclass
+class DataFile:
+    """The external data file being written: one tensor after another, aligned, never two in memory."""
+
+    path: Path
+    size: int = 0
+
+    def append(self, array: np.ndarray[Any, Any]) -> tuple[int, int]:
+        """Write an array; returns its offset and size in bytes."""
+        offset = -(-self.size // _ALIGNMENT) * _ALIGNMENT
+        raw = np.ascontiguousarray(array)
+        with self.path.open("ab") as file:
+            file.write(b"\0" * (offset - self.size))
+            raw.tofile(file)
+        self.size = offset + raw.nbytes
+        return offset, raw.nbytes
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layer whose tensors are stored: their names, its shape [N, K] and its block layout."""
+
+    names: list[str]
+    shape: tuple[int, int]
+    bits: int
+    group: int
+
+
+@dataclass
+class _Graph:
+    """The graph being written."""
+
+    spec: ModelSpec
+    data: DataFile
+    accuracy_level: int
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    initializers: list[onnx.TensorProto] = field(default_factory=list)
+    inputs: list[onnx.ValueInfoProto] = field(default_factory=list)
+    outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
+
+    def node(self, kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> str:
+        domain = "" if kind in _STANDARD_DOMAIN else "com.microsoft"
+        self.nodes.append(helper.make_node(kind, inputs, outputs, name=outputs[0], domain=domain, **attributes))
+        return outputs[0]
+
+    def constant(self, name: str, array: np.ndarray[Any, Any]) -> str:
+        if array.nbytes <= _INLINE_BYTES:
+            self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        else:
+            self.external(name, array.shape, helper.np_dtype_to_tensor_dtype(array.dtype), self.data.append(array))
+        return name
+
+    def external(self, name: str, shape: tuple[int, ...], dtype: int, place: tuple[int, int]) -> str:
+        tensor = TensorProto(name=name, data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
+        for key, value in (("location", self.data.path.name), ("offset", place[0]), ("length", place[1])):
+            tensor.external_data.add(key=key, value=str(value))
+        self.initializers.append(tensor)
+        return name
+
+    def input(self, name: str, dtype: int, shape: list[Any]) -> str:
+        self.inputs.append(helper.make_tensor_value_info(name, dtype, shape))
+        return name
+
+    def output(self, name: str, dtype: int, shape: list[Any]) -> str:
+        self.outputs.append(helper.make_tensor_value_info(name, dtype, shape))
+        return name
+
+
+def pack_codes(weight: BlockWeight) -> Codes:
+    """[N, K] codes -> [N, K/group, group * bits / 8] bytes, low nibble first."""
+    codes = weight.codes.reshape(len(weight.codes), -1, weight.group)
+    return codes if weight.bits == 8 else _pair(codes)
+
+
+def pack_zeros(weight: BlockWeight) -> Codes | None:
+    """[N, K/group] zero points -> bytes, two a byte in 4 bits, rows padded to whole bytes."""
+    if weight.zeros is None or weight.bits == 8:
+        return weight.zeros
+    return _pair(np.pad(weight.zeros, ((0, 0), (0, weight.zeros.shape[1] % 2))))
+
+
+def _pair(codes: Codes) -> Codes:
+    """Two codes of the last axis a byte, low nibble first."""
+    return np.asarray(codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4)), np.uint8)
+
+
+def build(
+    source: WeightSource, matrix: Matrices, data_path: Path, *, accuracy_level: int = 4
+) -> Iterator[tuple[str, onnx.ModelProto | None]]:
+    """Write the data file and the graph, yielding (what was done, None) after each part and the model last.
+
+    Args:
+        source: norms, biases and the spec.
+        matrix: gives a linear layer by name as integers, at the precision to hold it in.
+        data_path: the external data file to write; it must not exist.
+
+    Raises:
+        UnsupportedModel: a width that the operators cannot take.
+    """
+    spec = source.spec
+    _check_operators(spec)
+    graph = _Graph(spec, DataFile(data_path), accuracy_level)
+    _declare_inputs(graph)
+    hidden, tied = _embedding(graph, matrix)
+    yield "embedding", None
+    normed = graph.node(
+        "SimplifiedLayerNormalization",
+        [hidden, graph.constant("0.attn_norm", source.vector("0.attn_norm"))],
+        ["0.attn_in"],
+        axis=-1,
+        epsilon=spec.rms_eps,
+        stash_type=1,
+    )
+    for layer in range(spec.num_layers):
+        normed, hidden = _layer(graph, source, matrix, layer, normed, hidden)
+        yield f"layer {layer}", None
+    _head(graph, matrix, normed, tied)
+    yield "head", None
+    body = helper.make_graph(graph.nodes, "edgekv", graph.inputs, graph.outputs, graph.initializers)
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
+    yield "graph", helper.make_model(body, opset_imports=opsets, ir_version=IR_VERSION, producer_name="edgekv")
+
+
+def _check_operators(spec: ModelSpec) -> None:
+    for name, width in (("hidden size", spec.hidden_size), ("feed-forward size", spec.ffn_size)):
+        if width % 16:
+            raise UnsupportedModel(f"The model's {name} is {width}; MatMulNBits needs a multiple of 16.")
+    if spec.head_dim % 8:
+        raise UnsupportedModel(f"The model's head size is {spec.head_dim}; GroupQueryAttention needs a multiple of 8.")
+
+
+def _declare_inputs(graph: _Graph) -> None:
+    half = graph.spec.head_dim // 2
+    graph.input("ids", TensorProto.INT64, [1, "T"])
+    graph.input("rows", TensorProto.INT64, ["R"])
+    graph.input("seqlens_k", TensorProto.INT32, [1])  # total - 1
+    graph.input("total", TensorProto.INT32, [])
+    graph.input("cos", TensorProto.FLOAT, ["C", half])
+    graph.input("sin", TensorProto.FLOAT, ["C", half])
+
+
+def _embedding(graph: _Graph, matrix: Matrices) -> tuple[str, _Linear]:
+    """The first hidden state, and the same bytes as an output head."""
+    weight = matrix("embed")
+    codes = pack_codes(weight)
+    place = graph.data.append(codes)
+    names = [graph.external("embed.codes", (len(codes), codes[0].size), TensorProto.UINT8, place), "ids"]
+    names.append(graph.constant("embed.scales", weight.scales))
+    zeros = pack_zeros(weight)
+    if zeros is not None:
+        names.append(graph.constant("embed.zeros", zeros))
+    graph.node(
+        "GatherBlockQuantized",
+        names,
+        ["hidden"],
+        bits=weight.bits,
+        block_size=weight.group,
+        gather_axis=0,
+        quantize_axis=1,
+    )
+    if graph.spec.tied_embeddings:
+        graph.external("head.codes", codes.shape, TensorProto.UINT8, place)
+    return "hidden", _Linear(["head.codes", *names[2:]], weight.shape, weight.bits, weight.group)
+
+
+def _layer(
+    graph: _Graph, source: WeightSource, matrix: Matrices, layer: int, normed: str, hidden: str
+) -> tuple[str, str]:
+    """One decoder layer; returns the next layer's normed input and the residual stream."""
+    spec = graph.spec
+    qkv = stack_rows([matrix(f"{layer}.{part}") for part in "qkv"])
+    bias = np.concatenate([source.vector(f"{layer}.{part}.bias") for part in "qkv"]) if spec.qkv_bias else None
+    packed = _linear(graph, f"{layer}.qkv", qkv, normed, bias)
+    attended = _attention(graph, layer, packed)
+    projected = _linear(graph, f"{layer}.o", matrix(f"{layer}.o"), attended)
+    normed, hidden = _add_norm(graph, f"{layer}.ffn", projected, hidden, source.vector(f"{layer}.ffn_norm"))
+    gate = _linear(graph, f"{layer}.gate", matrix(f"{layer}.gate"), normed)
+    up = _linear(graph, f"{layer}.up", matrix(f"{layer}.up"), normed)
+    gated = graph.node("QuickGelu", [gate], [f"{layer}.silu"], alpha=1.0)
+    product = graph.node("Mul", [gated, up], [f"{layer}.gated"])
+    down = _linear(graph, f"{layer}.down", matrix(f"{layer}.down"), product)
+    last = layer + 1 == spec.num_layers
+    gain = source.vector("norm") if last else source.vector(f"{layer + 1}.attn_norm")
+    return _add_norm(graph, f"{layer + 1}.attn", down, hidden, gain)
+
+
+def _attention(graph: _Graph, layer: int, packed: str) -> str:
+    spec = graph.spec
+    shape = [1, spec.num_kv_heads, "C", spec.head_dim]
+    past = [graph.input(f"past_{part}.{layer}", TensorProto.FLOAT, shape) for part in "kv"]
+    present = [graph.output(f"present_{part}.{layer}", TensorProto.FLOAT, shape) for part in "kv"]
+    return graph.node(
+        "GroupQueryAttention",
+        [packed, "", "", *past, "seqlens_k", "total", "cos", "sin"],
+        [f"{layer}.attention", *present],
+        num_heads=spec.num_heads,
+        kv_num_heads=spec.num_kv_heads,
+        do_rotary=1,
+    )
+
+
+def _add_norm(graph: _Graph, name: str, delta: str, hidden: str, gain: np.ndarray[Any, Any]) -> tuple[str, str]:
+    """hidden += delta, then RMS norm: returns (normed, hidden)."""
+    gain_name = graph.constant(f"{name}_norm", gain)
+    outputs = [f"{name}_in", "", "", f"{name}_hidden"]
+    graph.node("SkipSimplifiedLayerNormalization", [delta, hidden, gain_name], outputs, epsilon=graph.spec.rms_eps)
+    return outputs[0], outputs[3]
+
+
+def _head(graph: _Graph, matrix: Matrices, normed: str, tied: _Linear) -> None:
+    graph.node("ReduceSum", [normed], ["check"], keepdims=1)  # not finite if any hidden state is not (case C13)
+    graph.output("check", TensorProto.FLOAT, [1, 1, 1])
+    chosen = graph.node("Gather", [normed, "rows"], ["head_in"], axis=1)
+    linear = tied if graph.spec.tied_embeddings else _store(graph, "head", matrix("head"))
+    _matmul(graph, linear, chosen, "logits")
+    graph.output("logits", TensorProto.FLOAT, [1, "R", graph.spec.vocab_size])
+
+
+def _store(graph: _Graph, name: str, weight: BlockWeight, bias: np.ndarray[Any, Any] | None = None) -> _Linear:
+    names = [graph.constant(f"{name}.codes", pack_codes(weight)), graph.constant(f"{name}.scales", weight.scales)]
+    zeros = pack_zeros(weight)
+    if zeros is not None:
+        names.append(graph.constant(f"{name}.zeros", zeros))
+    if bias is not None:
+        names += [""] * (4 - len(names)) + [graph.constant(f"{name}.bias", bias)]
+    return _Linear(names, weight.shape, weight.bits, weight.group)
+
+
+def _matmul(graph: _Graph, linear: _Linear, x: str, output: str) -> str:
+    rows, columns = linear.shape
+    return graph.node(
+        "MatMulNBits",
+        [x, *linear.names],
+        [output],
+        N=rows,
+        K=columns,
+        bits=linear.bits,
+        block_size=linear.group,
+        accuracy_level=graph.accuracy_level,
+    )
+
+
+def _linear(graph: _Graph, name: str, weight: BlockWeight, x: str, bias: np.ndarray[Any, Any] | None = None) -> str:
+    return _matmul(graph, _store(graph, name, weight, bias), x, f"{name}.out")

@@ -1,0 +1,309 @@
+"""OnnxEngine: one ONNX Runtime session over one preallocated cache.
+
+`forward` runs chunks of at most `chunk` tokens. `evict` is the scheme of kv/window.py: rows move down, the RoPE tables
+are re-made for the new positions, and the pinned prefix is run again at slot 0, which rewrites its rows at the angles
+just before the window and nothing else. Its queries see only themselves, so its hidden states are what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgekv.engines.base import EngineState, Logits
+from edgekv.engines.onnx.binding import Array, CacheMemory, DeviceCache, HostCache, StepBuffers
+from edgekv.engines.rope import rope_tables
+from edgekv.errors import CacheFull, DependencyMissing, EngineError, InvalidOption, UnsupportedModel
+from edgekv.kv.scales import KVScales
+from edgekv.kv.spec import KVSpec
+from edgekv.kv.window import Move
+from edgekv.model.converted import DATA, GRAPH, ConvertedModel
+from edgekv.model.spec import ModelSpec
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+DEFAULT_CHUNK = 128
+"""Tokens per prefill run. Larger chunks are no faster with an INT8 cache and need more scratch memory."""
+
+
+@dataclass(frozen=True)
+class OnnxOptions:
+    """How the session runs."""
+
+    threads: int = 0  # 0: ONNX Runtime's choice, one per physical core
+    device: str = "cpu"
+    chunk: int = DEFAULT_CHUNK
+    accuracy_level: int = 4  # 4: int8 activations inside MatMulNBits; 1: float32
+
+
+class OnnxEngine:
+    """One model on one device with one preallocated cache; see `edgekv.engines.base.Engine`."""
+
+    def __init__(self, model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: OnnxOptions) -> None:
+        _check_combination(kv, options)
+        self._spec, self._kv, self._options = model.spec, kv, options
+        self._scales = scales
+        self._session: Any = _open_session(model.folder, kv, options)
+        self._io: Any = self._session.io_binding()
+        self._cache: CacheMemory = (
+            HostCache(model.spec, kv) if options.device == "cpu" else DeviceCache(model.spec, kv, options.device)
+        )
+        self._cache.bind(self._io)
+        self._constants: list[Array] = []  # bound by pointer, so they must live as long as the session
+        self._bind_scales()
+        half = model.spec.head_dim // 2
+        self._cos = self._bind_input("cos", np.zeros((kv.capacity, half), np.float32))
+        self._sin = self._bind_input("sin", np.zeros((kv.capacity, half), np.float32))
+        self._step = StepBuffers(self._io, options.chunk, model.spec.vocab_size)
+        self._tokens: list[int] = []
+        self._evicted = 0
+        self._set_positions()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's geometry."""
+        return self._spec
+
+    @property
+    def kv(self) -> KVSpec:
+        """How the cache is stored."""
+        return self._kv
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The ids in the cache's slots."""
+        return self._tokens
+
+    @property
+    def length(self) -> int:
+        """Filled slots."""
+        return len(self._tokens)
+
+    @property
+    def evicted(self) -> int:
+        """Tokens that have left since the cache was last empty."""
+        return self._evicted
+
+    def forward(self, tokens: Sequence[int], *, all_logits: bool = False) -> Logits:
+        """Append tokens; logits [V] after the last one, or [T, V] after each."""
+        if not tokens:
+            raise InvalidOption("There is nothing to run: forward needs at least one token.")
+        if len(tokens) > self._kv.capacity - self.length:
+            raise CacheFull(length=self.length, tokens=len(tokens), capacity=self._kv.capacity)
+        self._check_ids(tokens)
+        before = self.length
+        parts: list[Logits] = []
+        try:
+            for start in range(0, len(tokens), self._options.chunk):
+                part = tokens[start : start + self._options.chunk]
+                last = start + len(part) == len(tokens)
+                rows = range(len(part)) if all_logits else range(len(part) - 1, len(part)) if last else range(0)
+                logits = self._run(part, self.length, rows)
+                if all_logits or last:
+                    parts.append(logits.copy())
+                self._tokens.extend(part)
+        except BaseException:
+            del self._tokens[before:]
+            raise
+        return np.concatenate(parts) if all_logits else parts[0][0]
+
+    def evict(self, move: Move) -> None:
+        """Drop rows, renumber positions, re-run the pinned prefix."""
+        if move.length != self.length or not 0 < move.count <= move.length - move.start:
+            raise InvalidOption(f"{move} does not fit a cache that holds {self.length} tokens.")
+        try:
+            self._cache.move(move.start, move.start + move.count, move.length - move.start - move.count)
+            del self._tokens[move.start : move.start + move.count]
+            self._evicted += move.count
+            self._set_positions()
+            for start in range(0, move.start, self._options.chunk):
+                stop = min(start + self._options.chunk, move.start)
+                self._run(self._tokens[start:stop], start, range(0))
+        except BaseException:
+            self.reset()
+            raise
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from slot `length` on."""
+        if not 0 <= length <= self.length:
+            raise InvalidOption(f"Cannot truncate to {length}: the cache holds {self.length} tokens.")
+        if length == 0:
+            self.reset()
+        else:
+            del self._tokens[length:]
+
+    def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
+        """Dequantised keys and values of slots start .. stop-1, each [K, stop-start, D]."""
+        k, v = (self._cache.read(part, layer, start, stop) for part in "kv")
+        if self._scales is None:
+            return k.astype(np.float32), v.astype(np.float32)
+        codes = [_unpack_int4(x) if self._kv.dtype == "int4" else x.astype(np.float32) for x in (k, v)]
+        return codes[0] * self._scales.k[layer][:, None], codes[1] * self._scales.v[layer][:, None]
+
+    def save(self) -> EngineState:
+        """A copy of the cache's content."""
+        layers = range(self._spec.num_layers)
+        keys, values = (tuple(self._cache.read(part, layer, 0, self.length) for layer in layers) for part in "kv")
+        return EngineState(keys, values, tuple(self._tokens), self._evicted)
+
+    def load(self, state: EngineState) -> None:
+        """Put a saved content back; it must come from the same model and kind of cache."""
+        if len(state.tokens) > self._kv.capacity:
+            raise CacheFull(length=0, tokens=len(state.tokens), capacity=self._kv.capacity)
+        self.reset()
+        for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
+            self._cache.write("k", layer, 0, keys)
+            self._cache.write("v", layer, 0, values)
+        self._evicted = state.evicted
+        self._set_positions()
+        self._tokens = list(state.tokens)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._tokens = []
+        if self._evicted:
+            self._evicted = 0
+            self._set_positions()
+
+    def close(self) -> None:
+        """Free the session and the cache; the engine cannot be used afterwards."""
+        self._tokens = []
+        self._io = self._session = None
+        self._constants.clear()
+        for name in ("_cache", "_step", "_cos", "_sin"):
+            self.__dict__.pop(name, None)
+
+    def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
+        """One run of the graph: `tokens` into slots past .. past+T-1, logits [R, V] (valid until the next run)."""
+        self._step.set(np.asarray(tokens, np.int64), past, rows)
+        try:
+            self._session.run_with_iobinding(self._io)
+        except Exception as error:  # ONNX Runtime raises a class of its own per status code
+            raise EngineError(f"ONNX Runtime failed on {len(tokens)} tokens after {past}: {error}") from error
+        if not self._step.finite:
+            raise EngineError(
+                f"The model produced numbers that are not finite on {len(tokens)} tokens after {past}; "
+                "nothing of it was kept. The weights or the KV scales are damaged."
+            )
+        return self._step.logits
+
+    def _set_positions(self) -> None:
+        self._cos[:], self._sin[:] = rope_tables(self._spec.rope, self._spec.head_dim, self._evicted, self._kv.capacity)
+
+    def _bind_input(self, name: str, array: Array) -> Array:
+        self._constants.append(array)
+        self._io.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        return array
+
+    def _bind_scales(self) -> None:
+        if self._scales is None:
+            return
+        for part, scales in (("k", self._scales.k), ("v", self._scales.v)):
+            for layer, values in enumerate(scales):  # [K, D]
+                array = values[:1, :1].reshape(1) if self._kv.granularity == "tensor" else values[None, :, None, :]
+                self._bind_input(f"{part}_scale.{layer}", np.ascontiguousarray(array, np.float32))
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self._spec.vocab_size:
+            bad = low if low < 0 else high
+            raise InvalidOption(f"Token {bad} is outside the vocabulary of {self._spec.vocab_size}.")
+
+
+def open_engine(
+    model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: OnnxOptions | None = None
+) -> OnnxEngine:
+    """Open an engine after checking that scales, model and options fit together.
+
+    Raises:
+        ScalesError: the scales are missing or for something else.
+        InvalidOption, UnsupportedModel: a combination that does not run.
+        DependencyMissing: ONNX Runtime, or the build of it that the device needs, is not installed.
+    """
+    if kv.dtype == "float":
+        return OnnxEngine(model, kv, None, options or OnnxOptions())
+    if scales is None:
+        from edgekv.errors import ScalesError
+
+        raise ScalesError(
+            f"A {kv.dtype} cache needs KV scales for {model.folder.name}: make them with `edgekv calibrate`."
+        )
+    scales.check(model.spec, model.fingerprint, kv.dtype, kv.granularity)
+    return OnnxEngine(model, kv, scales, options or OnnxOptions())
+
+
+def _check_combination(kv: KVSpec, options: OnnxOptions) -> None:
+    if options.device not in PROVIDERS:
+        raise InvalidOption(f"Unknown device {options.device!r}: choose {' or '.join(PROVIDERS)}.")
+    if kv.dtype == "fp8" and options.device == "cpu":
+        raise UnsupportedModel(
+            "An FP8 cache does not run on ONNX Runtime's CPU provider: use --kv-dtype int8 (as small, and more exact)."
+        )
+    if kv.dtype == "fp16":
+        raise UnsupportedModel(
+            "A 16-bit cache does not run in the onnx engine: use --kv-dtype int8, or float (32 bits) to compare with."
+        )
+    if kv.dtype == "int4" and kv.granularity == "tensor":
+        raise UnsupportedModel(
+            "An INT4 cache with one scale per tensor is too coarse to chat: use --granularity channel."
+        )
+
+
+def _open_session(folder: Path, kv: KVSpec, options: OnnxOptions) -> Any:
+    ort = _import_onnxruntime()
+    provider = PROVIDERS[options.device]
+    if provider not in ort.get_available_providers():
+        raise DependencyMissing(
+            f"This onnxruntime has no {provider}. Install the build that has it: "
+            "pip uninstall onnxruntime && pip install 'edgekv[cuda]'."
+        )
+    session_options = ort.SessionOptions()
+    session_options.intra_op_num_threads = options.threads
+    session_options.log_severity_level = 3
+    session_options.enable_mem_pattern = False  # shapes change from run to run, so patterns would only cost memory
+    graph: str | bytes = str(folder / GRAPH)
+    if kv.dtype != "int8" or kv.granularity == "tensor" or options.accuracy_level != 4:
+        graph = _other_graph(folder, kv, options)
+        session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    try:
+        return ort.InferenceSession(graph, session_options, providers=[provider])
+    except Exception as error:  # ONNX Runtime raises a class of its own per status code
+        raise EngineError(f"ONNX Runtime cannot load {folder / GRAPH} with {DATA}: {error}") from error
+
+
+def _other_graph(folder: Path, kv: KVSpec, options: OnnxOptions) -> bytes:
+    """The graph in the folder has an INT8 cache with a scale a channel; any other kind is made from it in memory."""
+    import onnx
+
+    from edgekv.engines.onnx import adapt
+
+    model = onnx.load(folder / GRAPH, load_external_data=False)
+    adapt.set_cache(model, kv.dtype, kv.granularity)
+    adapt.set_accuracy_level(model, options.accuracy_level)
+    return bytes(model.SerializeToString())
+
+
+def _import_onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise DependencyMissing(
+            f"ONNX Runtime cannot be imported ({error}). Install exactly one of: pip install onnxruntime (CPU), "
+            "or pip install onnxruntime-gpu (NVIDIA)."
+        ) from error
+    if not hasattr(onnxruntime, "InferenceSession"):
+        raise DependencyMissing(
+            "The onnxruntime package is there but empty, as happens when onnxruntime and onnxruntime-gpu were both "
+            "installed and one removed: pip uninstall both, then install the one you need."
+        )
+    return onnxruntime
+
+
+def _unpack_int4(packed: Array) -> Logits:
+    """[K, T, D/2] bytes -> [K, T, D] codes -8 .. 7, low nibble first."""
+    codes = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    return codes.astype(np.float32) - 8

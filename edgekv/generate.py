@@ -1,0 +1,263 @@
+"""From a prompt's tokens to an answer's events: the cache's timeline, prefill, decode, and stopping at any moment.
+
+`Timeline` is what an engine cannot know: which tokens have passed, evicted ones included, so that the longest prefix
+shared with the next prompt can be kept. `answer` is a generator of events; whoever consumes it may stop at any event
+(close it, or raise) and the cache is left holding exactly the tokens whose text was given out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from edgekv.engines.base import Engine, Logits
+from edgekv.kv.window import Window
+from edgekv.sampling import Sampler, SamplingOptions
+from edgekv.text.detokenize import StreamDetokenizer
+from edgekv.text.tokenizer import Tokenizer
+
+PREFILL_STEP = 256
+"""Tokens between two progress events (and chances to stop) while a prompt is read."""
+
+FinishReason = Literal["stop", "length", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one answer took. Tokens and seconds."""
+
+    input_tokens: int
+    reused_tokens: int  # of the input, not prefilled again
+    output_tokens: int = 0
+    evicted_tokens: int = 0  # left during this prompt and answer
+    prefill_s: float = 0.0  # until the first token was chosen
+    decode_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed."""
+        return (self.output_tokens - 1) / self.decode_s if self.output_tokens > 1 and self.decode_s else 0.0
+
+
+@dataclass(frozen=True)
+class PrefillProgress:
+    """So many of the new tokens of the prompt have been read."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """Tokens have left the cache."""
+
+    tokens: int
+    total: int  # since the conversation began
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """More text of the answer. The pieces joined are the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The answer is complete."""
+
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+
+
+Event = PrefillProgress | Evicted | TextDelta | Finished
+
+
+class Timeline:
+    """All tokens that have passed through an engine's cache since it was empty, and which of them are still there."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._pinned = min(engine.kv.sinks, engine.kv.max_pinned)
+        self._gone: list[int] = []  # evicted tokens, in order
+
+    @property
+    def pinned(self) -> int:
+        """S: how many tokens at the beginning are never evicted."""
+        return self._pinned
+
+    @property
+    def tokens(self) -> list[int]:
+        """Every token since the cache was empty."""
+        self._heal()
+        held = self.engine.tokens
+        return [*held[: self._pinned], *self._gone, *held[self._pinned :]]
+
+    @property
+    def window(self) -> Window:
+        """The cache's state in integers."""
+        self._heal()
+        engine = self.engine
+        return Window(engine.kv.capacity, engine.kv.stride, self._pinned, engine.length, engine.evicted)
+
+    def reusable(self, tokens: Sequence[int], pinned: int) -> Window:
+        """The state that `rewind` would leave; nothing is changed."""
+        state = self.window
+        pinned = max(pinned, self.engine.kv.sinks)
+        fresh = Window(state.capacity, state.stride, min(pinned, state.capacity - state.stride))
+        kept = _common_prefix(self.tokens, tokens[:-1])  # the last token must run, for its logits
+        if state.evicted and (pinned != self._pinned or kept < self._pinned + state.evicted):
+            return fresh
+        return replace(fresh, length=kept - state.evicted, evicted=state.evicted)
+
+    def rewind(self, tokens: Sequence[int], pinned: int) -> int:
+        """Keep the longest prefix shared with `tokens`, forget the rest, pin `pinned` tokens; returns its length."""
+        state = self.reusable(tokens, pinned)
+        self.engine.truncate(state.length)
+        if not state.evicted:
+            self._gone = []
+        self._pinned = state.pinned
+        return state.length + state.evicted
+
+    def append(
+        self, tokens: Sequence[int], turn_starts: Sequence[int] = (), *, all_logits: bool = False
+    ) -> tuple[Logits, int]:
+        """Run tokens, evicting whenever the cache is full. Returns (logits as Engine.forward's, tokens evicted)."""
+        parts: list[Logits] = []
+        evicted = 0
+        while tokens:
+            if self.engine.length == self.engine.kv.capacity:
+                evicted += self._evict(turn_starts)
+            step = self.engine.kv.capacity - self.engine.length
+            logits = self.engine.forward(tokens[:step], all_logits=all_logits)
+            parts.append(logits)
+            tokens = tokens[step:]
+        return np.concatenate(parts) if all_logits else parts[-1], evicted
+
+    def truncate(self, count: int) -> None:
+        """Forget the last tokens so that `count` in all remain; evicted ones cannot be forgotten."""
+        self.engine.truncate(max(count - self.window.evicted, 0))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.engine.reset()
+        self._gone = []
+
+    def _evict(self, turn_starts: Sequence[int]) -> int:
+        move = self.window.next_move(turn_starts)
+        leaving = list(self.engine.tokens[move.start : move.start + move.count])
+        self._gone += leaving
+        self.engine.evict(move)
+        return len(leaving)
+
+    def _heal(self) -> None:
+        """An eviction that was interrupted leaves the engine empty: then nothing is remembered either."""
+        if len(self._gone) != self.engine.evicted:
+            self._gone = []
+            self.engine.reset()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, ready to run."""
+
+    tokens: Sequence[int]
+    turn_starts: Sequence[int]
+    pinned: int
+    eos_ids: frozenset[int]
+    room: int | None  # the most tokens the answer may have; None: no limit
+
+
+def answer(timeline: Timeline, tokenizer: Tokenizer, request: Request, sampling: SamplingOptions) -> Iterator[Event]:
+    """Run a prompt and stream the answer; the last event is `Finished`.
+
+    If the consumer stops early, the cache forgets every token whose text it was not given.
+    """
+    run = _Answer(timeline, tokenizer, request, sampling)
+    try:
+        yield from run.prefill()
+        yield from run.decode()
+    finally:
+        run.settle()
+    yield run.finished()
+
+
+class _Answer:
+    """The state of one answer while it is being made."""
+
+    def __init__(self, timeline: Timeline, tokenizer: Tokenizer, request: Request, sampling: SamplingOptions) -> None:
+        self._timeline, self._request, self._sampling = timeline, request, sampling
+        self._detokenizer = StreamDetokenizer(tokenizer, sampling.stop)
+        self._sampler = Sampler(sampling)
+        self._started = time.perf_counter()
+        self._usage = Usage(len(request.tokens), timeline.rewind(request.tokens, request.pinned))
+        self._logits: Logits | None = None
+        self._output: list[int] = []
+        self._reason: FinishReason = "interrupted"
+
+    def prefill(self) -> Iterator[Event]:
+        new = self._request.tokens[self._usage.reused_tokens :]
+        for start in range(0, len(new), PREFILL_STEP):
+            if start:
+                yield PrefillProgress(start, len(new))
+            yield from self._append(new[start : start + PREFILL_STEP])
+
+    def decode(self) -> Iterator[Event]:
+        limit = min(x for x in (self._request.room, self._sampling.max_new_tokens, 1 << 62) if x is not None)
+        while True:
+            token = self._choose()
+            if token in self._request.eos_ids:
+                self._reason = "stop"
+                break
+            self._output.append(token)
+            yield from self._text(self._detokenizer.add(token))
+            if self._detokenizer.stopped or len(self._output) >= limit:
+                self._reason = "stop" if self._detokenizer.stopped else "length"
+                break
+            yield from self._append([token])
+        yield from self._text(self._detokenizer.finish())
+
+    def settle(self) -> None:
+        """Leave in the cache the prompt and those tokens of the answer that were given out as text."""
+        self._usage = replace(self._usage, output_tokens=len(self._output), decode_s=self._decode_s())
+        shown = len(self._request.tokens) + self._detokenizer.shown_tokens
+        held = self._timeline.window
+        if held.length + held.evicted > shown:
+            self._timeline.truncate(shown)
+
+    def finished(self) -> Finished:
+        return Finished(self._detokenizer.shown, self._reason, self._usage)
+
+    def _choose(self) -> int:
+        assert self._logits is not None, "a prompt has at least one token, so prefill has set the logits"
+        recent = [*self._request.tokens[-self._sampling.penalty_window :], *self._output]
+        token = self._sampler(self._logits, recent if self._sampling.repetition_penalty != 1 else ())
+        if not self._output:
+            self._usage = replace(self._usage, prefill_s=time.perf_counter() - self._started)
+        return token
+
+    def _append(self, tokens: Sequence[int]) -> Iterator[Event]:
+        self._logits, evicted = self._timeline.append(tokens, self._request.turn_starts)
+        if evicted:
+            self._usage = replace(self._usage, evicted_tokens=self._usage.evicted_tokens + evicted)
+            yield Evicted(evicted, self._timeline.engine.evicted)
+
+    def _decode_s(self) -> float:
+        return time.perf_counter() - self._started - self._usage.prefill_s if self._output else 0.0
+
+    @staticmethod
+    def _text(text: str) -> Iterator[Event]:
+        if text:
+            yield TextDelta(text)
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))

@@ -1,0 +1,164 @@
+"""The scales file: with which scale each channel of the cache is quantised, and for which model.
+
+Symmetric and static, x ~ code * scale. The file is safetensors with two float32 tensors, k and v, each [L, K, D],
+whatever the granularity (a coarser one repeats values), and text metadata that says what it scales and how it came
+about. A file that does not match the model, the dtype or the granularity is refused (case C11); scale 1.0 is never
+assumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.errors import ScalesError
+from edgekv.files import atomic_file
+from edgekv.kv.quant import LIMIT, coarsen
+from edgekv.kv.spec import Granularity, KVDtype
+from edgekv.model.spec import ModelSpec
+
+FORMAT_VERSION = "1"
+DEFAULT_NAME = "kv_scales.safetensors"
+"""The file in a model's folder for INT8 per channel; others carry their dtype and granularity in the name."""
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How the scales came about; shown by `edgekv info`, never used in arithmetic."""
+
+    method: str  # envelope, percentile or mse
+    headroom: float  # the factor on the thresholds
+    tokens: int  # how many tokens were observed
+    corpus: str  # a short name of the text
+    k_error: float = 0.0  # relative root-mean-square error on the observed keys
+    v_error: float = 0.0
+    saturated: float = 0.0  # share of observed values beyond the largest code
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Scales of one model's cache in one dtype and granularity."""
+
+    k: Float32  # [L, K, D]
+    v: Float32  # [L, K, D]
+    dtype: KVDtype
+    granularity: Granularity
+    fingerprint: str  # of the model, as its edgekv.json says it
+    provenance: Provenance
+
+    def check(self, spec: ModelSpec, fingerprint: str, dtype: KVDtype, granularity: Granularity) -> None:
+        """Make sure that these scales are for this model and cache.
+
+        Raises:
+            ScalesError: they are not; the message says what differs.
+        """
+        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+        for what, found, wanted in (
+            ("model", self.fingerprint, fingerprint),
+            ("dtype", self.dtype, dtype),
+            ("granularity", self.granularity, granularity),
+            ("shape", self.k.shape, shape),
+        ):
+            if found != wanted:
+                raise ScalesError(
+                    f"These KV scales are for {what} {found}, but this cache needs {what} {wanted}: "
+                    f"make fitting ones with `edgekv calibrate`."
+                )
+
+
+def scales_name(dtype: KVDtype, granularity: Granularity) -> str:
+    """The file name in a model's folder."""
+    return (
+        DEFAULT_NAME if (dtype, granularity) == ("int8", "channel") else f"kv_scales.{dtype}-{granularity}.safetensors"
+    )
+
+
+def from_thresholds(
+    k: Float32, v: Float32, dtype: KVDtype, granularity: Granularity, fingerprint: str, provenance: Provenance
+) -> KVScales:
+    """Scales from the magnitudes [L, K, D] that the largest code should stand for. Dead channels get the smallest."""
+    tiny = np.float32(1e-6)
+    scales = [(np.maximum(coarsen(t, granularity), tiny) / LIMIT[dtype]).astype(np.float32) for t in (k, v)]
+    return KVScales(scales[0], scales[1], dtype, granularity, fingerprint, provenance)
+
+
+def write_scales(path: Path, scales: KVScales) -> None:
+    """Write the file, atomically."""
+    from safetensors.numpy import save_file
+
+    provenance = {name: str(value) for name, value in vars(scales.provenance).items()}
+    metadata = {
+        "format": "edgekv-kv-scales",
+        "format_version": FORMAT_VERSION,
+        "fingerprint": scales.fingerprint,
+        "dtype": scales.dtype,
+        "granularity": scales.granularity,
+        "divisor": str(LIMIT[scales.dtype]),
+        **provenance,
+    }
+    with atomic_file(path) as part:
+        save_file({"k": scales.k, "v": scales.v}, part, metadata)
+
+
+def read_scales(path: Path) -> KVScales:
+    """Read a scales file.
+
+    Raises:
+        ScalesError: it is missing, damaged, of an unknown version, or holds something that is no scale.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        raise ScalesError(f"There are no KV scales at {path}: make them with `edgekv calibrate`.")
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata, k, v = file.metadata() or {}, file.get_tensor("k"), file.get_tensor("v")
+    except (SafetensorError, OSError, TypeError) as error:
+        raise ScalesError(
+            f"{path} is not a whole scales file ({error}): make it again with `edgekv calibrate`."
+        ) from None
+    if metadata.get("format") != "edgekv-kv-scales" or metadata.get("format_version") != FORMAT_VERSION:
+        raise ScalesError(f"{path} is not a KV scales file of format version {FORMAT_VERSION}.")
+    _check_values(path, k, v)
+    try:
+        return _from_metadata(k, v, metadata)
+    except (KeyError, ValueError) as error:
+        raise ScalesError(
+            f"{path} does not say what it scales ({error}): make it again with `edgekv calibrate`."
+        ) from None
+
+
+def _check_values(path: Path, k: Float32, v: Float32) -> None:
+    for name, array in (("k", k), ("v", v)):
+        if array.ndim != 3 or array.dtype != np.float32 or array.shape != k.shape:
+            raise ScalesError(
+                f"{path}: {name} is {array.dtype} {list(array.shape)}; it must be float32 [layers, heads, size]."
+            )
+        bad = np.argwhere(~(np.isfinite(array) & (array > 0)))
+        if len(bad):
+            layer, head, channel = (int(i) for i in bad[0])
+            raise ScalesError(
+                f"{path}: the {name} scale of layer {layer}, head {head}, channel {channel} is not positive."
+            )
+
+
+def _from_metadata(k: Float32, v: Float32, metadata: dict[str, str]) -> KVScales:
+    dtype, granularity = metadata["dtype"], metadata["granularity"]
+    if dtype not in get_args(KVDtype) or granularity not in get_args(Granularity):
+        raise ValueError(f"dtype {dtype}, granularity {granularity}")
+    provenance = Provenance(
+        method=metadata["method"],
+        headroom=float(metadata["headroom"]),
+        tokens=int(metadata["tokens"]),
+        corpus=metadata["corpus"],
+        k_error=float(metadata["k_error"]),
+        v_error=float(metadata["v_error"]),
+        saturated=float(metadata["saturated"]),
+    )
+    return KVScales(k, v, dtype, granularity, metadata["fingerprint"], provenance)  # type: ignore[arg-type]

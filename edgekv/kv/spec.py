@@ -1,0 +1,66 @@
+"""KVSpec: how the cache is stored and how it evicts, chosen before anything loads.
+
+Words (the same everywhere): *capacity* C slots, fixed at load. The *pinned prefix* is the first S tokens, never
+evicted; *sinks* is the least S. The *window* is the other C - S slots. *stride* G is how many tokens leave at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from edgekv.errors import InvalidOption
+
+KVDtype = Literal["int8", "int4", "fp8", "fp16", "float"]
+Granularity = Literal["channel", "head", "tensor"]
+
+KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
+BITS: dict[KVDtype, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp16": 16, "float": 32}
+
+MIN_CAPACITY = 64
+"""Below this no chat template plus an answer fits, so it is refused rather than tried."""
+
+DEFAULT_SINKS = 4
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """How the cache is stored and how it evicts.
+
+    Raises:
+        InvalidOption: a value is out of range, or two of them contradict each other.
+    """
+
+    capacity: int  # C
+    dtype: KVDtype = "int8"
+    granularity: Granularity = "channel"
+    sinks: int = DEFAULT_SINKS
+    stride: int = 0  # G; 0 means C / 8
+
+    def __post_init__(self) -> None:
+        if self.dtype not in KV_DTYPES:
+            raise InvalidOption(f"Unknown KV dtype {self.dtype!r}: choose one of {', '.join(KV_DTYPES)}.")
+        if self.granularity not in GRANULARITIES:
+            raise InvalidOption(f"Unknown granularity {self.granularity!r}: choose one of {', '.join(GRANULARITIES)}.")
+        if self.capacity < MIN_CAPACITY:
+            raise InvalidOption(
+                f"A cache of {self.capacity} tokens is too small to chat in: {MIN_CAPACITY} is the least."
+            )
+        if not 0 <= self.sinks <= self.max_pinned:
+            raise InvalidOption(
+                f"{self.sinks} sinks do not fit a cache of {self.capacity} tokens: "
+                f"at most a quarter of it ({self.max_pinned}) may be pinned."
+            )
+        if self.stride == 0:
+            object.__setattr__(self, "stride", max(1, self.capacity // 8))
+        if not 0 < self.stride <= self.capacity - self.max_pinned:
+            raise InvalidOption(
+                f"A stride of {self.stride} does not fit a cache of {self.capacity} tokens: "
+                f"1 to {self.capacity - self.max_pinned} tokens may leave at once."
+            )
+
+    @property
+    def max_pinned(self) -> int:
+        """The most tokens that may be pinned: C / 4."""
+        return self.capacity // 4

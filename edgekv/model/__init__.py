@@ -1,0 +1,1 @@
+"""What a checkpoint is: geometry, families, files and names. No tensors are computed here."""

@@ -1,0 +1,114 @@
+"""A model directory as edgekv runs it, described by its edgekv.json; reading it loads no tensor library.
+
+    edgekv.json          ModelSpec, weight scheme, fingerprint, source hash, special tokens, sampling defaults
+    model.onnx(.data)    the graph with an INT8 cache and its weights
+    tokenizer.json  chat_template.jinja  kv_scales*.safetensors
+
+The *fingerprint* says which numbers the weights are: the geometry, the source files' hash and the scheme they are held
+in. Scales and sessions carry it and are refused by any other model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgekv.errors import BadCheckpoint, ModelNotFound
+from edgekv.files import atomic_file
+from edgekv.model.spec import ModelSpec
+
+FORMAT_VERSION = 1
+DESCRIPTION = "edgekv.json"
+GRAPH = "model.onnx"
+DATA = "model.onnx.data"
+TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class Description:
+    """The content of edgekv.json."""
+
+    name: str
+    spec: ModelSpec
+    source_scheme: str  # what the publisher stored
+    scheme: str  # how it is held
+    source_sha256: str
+    weight_bytes: int  # size of the data file
+    bos_token: str = ""
+    eos_token: str = ""
+    add_bos: bool = False  # whether the tokenizer puts BOS before plain text
+    sampling: dict[str, float] = field(default_factory=dict)  # the maker's recommendation
+    system: str = ""  # the system prompt of `edgekv chat`, unless another is given
+
+    @property
+    def fingerprint(self) -> str:
+        """A short hash of everything that decides the numbers in the cache."""
+        text = "\n".join((self.spec.digest(), self.source_sha256, self.scheme))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A model directory and its description."""
+
+    folder: Path
+    description: Description
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's geometry."""
+        return self.description.spec
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's fingerprint."""
+        return self.description.fingerprint
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether this is a directory that `edgekv convert` made."""
+    return (folder / DESCRIPTION).is_file()
+
+
+def write_description(folder: Path, description: Description) -> None:
+    """Write edgekv.json."""
+    data = {"format_version": FORMAT_VERSION, "fingerprint": description.fingerprint} | asdict(description)
+    with atomic_file(folder / DESCRIPTION) as part:
+        part.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
+
+
+def open_converted(folder: Path) -> ConvertedModel:
+    """Read a model directory's description and make sure that its files are whole.
+
+    Raises:
+        ModelNotFound: it is no model directory.
+        BadCheckpoint: the description or a file is damaged.
+    """
+    if not is_converted(folder):
+        raise ModelNotFound(f"{folder} is not a model directory (no {DESCRIPTION}): make one with `edgekv convert`.")
+    path = folder / DESCRIPTION
+    try:
+        description = _parse(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadCheckpoint(f"{path} cannot be read ({error}): convert the model again.") from None
+    data = folder / DATA
+    size = data.stat().st_size if data.exists() else 0
+    if size != description.weight_bytes:
+        raise BadCheckpoint(
+            f"{data} has {size:,} bytes instead of {description.weight_bytes:,}: convert the model again."
+        )
+    return ConvertedModel(folder, description)
+
+
+def _parse(data: dict[str, Any]) -> Description:
+    version, fingerprint = data.pop("format_version"), data.pop("fingerprint")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format version {version}, this edgekv reads {FORMAT_VERSION}")
+    description = Description(**(data | {"spec": ModelSpec.from_json(data["spec"])}))
+    if description.fingerprint != fingerprint:
+        raise ValueError("its fingerprint does not fit its fields")
+    return description

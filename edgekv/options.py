@@ -1,0 +1,62 @@
+"""LoadOptions: how a model is loaded, and the plan that follows from it. Light: nothing here loads a tensor library."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgekv import device as hardware
+from edgekv.about import about
+from edgekv.device import Device
+from edgekv.kv.plan import Footprint, Plan, PlanRequest, make_plan
+from edgekv.kv.spec import Granularity, KVDtype
+from edgekv.model.catalog import home as cache_home
+from edgekv.model.converted import ConvertedModel
+from edgekv.text.precheck import Overflow
+from edgekv.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded. The defaults live here and nowhere else."""
+
+    memory: str | int | None = about("Budget of the whole process, e.g. 2GiB. Default: free memory less a reserve.")
+    context: int | None = about("Capacity of the cache in tokens. Default: what fits, at most the model's own.")
+    kv_dtype: KVDtype = about("How the cache is stored.", default="int8")
+    granularity: Granularity = about("What shares one scale.", default="channel")
+    sinks: int | None = about("Least number of tokens that are never evicted. Default: 4.")
+    stride: int | None = about("Tokens that leave at once. Default: an eighth of the capacity.")
+    overflow: Overflow = about("What happens when a prompt does not fit.", default="error")
+    scales: str | os.PathLike[str] | None = about("KV scales file. Default: the one in the model's folder.")
+    device: Device = about("Where it runs.", default="cpu")
+    threads: int = about("CPU threads; 0 is one a core.", default=0)
+    home: str | os.PathLike[str] | None = about("Cache folder. Default: EDGEKV_HOME, or the user's cache folder.")
+
+
+def home_of(options: LoadOptions) -> Path:
+    """The cache folder."""
+    return cache_home(None if options.home is None else Path(options.home))
+
+
+def plan_for(model: ConvertedModel, options: LoadOptions) -> Plan:
+    """The memory plan of a converted model under these options.
+
+    Raises:
+        MemoryBudgetError, InvalidOption: see `edgekv.kv.plan.make_plan`.
+    """
+    footprint = Footprint.of(model.spec, model.description.weight_bytes)
+    return make_plan(model.spec, footprint, plan_request(options), budget(options))
+
+
+def plan_request(options: LoadOptions) -> PlanRequest:
+    """The part of the options that the plan is about."""
+    return PlanRequest(options.kv_dtype, options.granularity, options.context, options.sinks, options.stride)
+
+
+def budget(options: LoadOptions) -> int:
+    """Bytes the process may use: as given, or what is free less a reserve."""
+    if options.memory is not None:
+        return parse_bytes(options.memory)
+    free = hardware.free_memory(options.device)
+    return free - hardware.reserve(free)

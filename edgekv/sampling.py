@@ -1,0 +1,122 @@
+"""From logits to one token: temperature, top-k, top-p, min-p, repetition penalty. Same seed, same tokens.
+
+The order is that of transformers: penalty, temperature, top-k, top-p, min-p. Nucleus sampling (Holtzman et al., arXiv
+1904.09751) needs the probabilities in order; sorting a whole vocabulary costs more than the rest of a step, so only the
+most likely 512 are sorted when they already hold the nucleus, which changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.about import about
+from edgekv.errors import InvalidOption
+
+Float32 = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.intp]
+
+_PARTIAL = 512
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen, and when to stop.
+
+    Raises:
+        InvalidOption: a value is out of range.
+    """
+
+    temperature: float = about("Randomness; 0 takes the most likely token.", default=0.7)
+    top_k: int = about("Only the k most likely tokens; 0 is all.", default=0)
+    top_p: float = about("Only the most likely tokens that hold this share.", default=0.95)
+    min_p: float = about("Only tokens this likely relative to the most likely.", default=0.0)
+    repetition_penalty: float = about("Above 1 makes recent tokens less likely.", default=1.0)
+    penalty_window: int = about("How many recent tokens the penalty looks at.", default=256)
+    seed: int | None = about("Same seed, same text. Default: different every time.")
+    max_new_tokens: int | None = about("Longest answer. Default: until the model stops or the cache has no room.")
+    stop: tuple[str, ...] = about("Text that ends the answer (may be given several times).", default=())
+
+    def __post_init__(self) -> None:
+        limits = {
+            "temperature": (self.temperature, 0.0, 100.0),
+            "top_k": (self.top_k, 0, 1 << 31),
+            "top_p": (self.top_p, 0.0, 1.0),
+            "min_p": (self.min_p, 0.0, 1.0),
+            "repetition_penalty": (self.repetition_penalty, 0.01, 100.0),
+            "penalty_window": (self.penalty_window, 0, 1 << 31),
+        }
+        for name, (value, low, high) in limits.items():
+            if not low <= value <= high:
+                raise InvalidOption(f"{name} is {value}; it must be between {low} and {high}.")
+        if self.top_p == 0:
+            raise InvalidOption("top_p is 0, which allows no token: use temperature 0 for the most likely one.")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InvalidOption(f"max_new_tokens is {self.max_new_tokens}; at least one token must be allowed.")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise InvalidOption("stop must be a sequence of strings, none of them empty.")
+
+
+class Sampler:
+    """Chooses tokens one after another with one random stream."""
+
+    def __init__(self, options: SamplingOptions) -> None:
+        self._options = options
+        self._random = np.random.default_rng(options.seed)
+
+    def __call__(self, logits: Float32, recent: Sequence[int] = ()) -> int:
+        """The next token.
+
+        Args:
+            logits: [V], not changed. recent: the tokens before, for the repetition penalty.
+        """
+        options = self._options
+        if options.repetition_penalty != 1.0:
+            logits = _penalise(logits, recent[-options.penalty_window :], options.repetition_penalty)
+        if options.temperature == 0:
+            return int(np.argmax(logits))
+        probabilities = softmax(logits / np.float32(options.temperature))
+        tokens, weights = self._candidates(probabilities)
+        point = self._random.random() * float(weights.sum(dtype=np.float64))
+        chosen = int(np.searchsorted(np.cumsum(weights, dtype=np.float64), point, side="right"))
+        return int(tokens[min(chosen, len(tokens) - 1)])
+
+    def _candidates(self, probabilities: Float32) -> tuple[Indices, Float32]:
+        """Token ids and probabilities that are left after top-k, top-p and min-p, most likely first."""
+        options = self._options
+        tokens = _most_likely(probabilities, options.top_k, options.top_p)
+        weights = probabilities[tokens]
+        if options.top_p < 1:
+            whole = weights.sum(dtype=np.float64) if options.top_k else 1.0
+            inside = np.cumsum(weights, dtype=np.float64) - weights < options.top_p * whole
+            tokens, weights = tokens[inside], weights[inside]
+        likely = weights >= options.min_p * weights[0]
+        return tokens[likely], weights[likely]
+
+
+def softmax(logits: Float32) -> Float32:
+    """Probabilities along the last axis."""
+    shifted = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.asarray(shifted / shifted.sum(-1, keepdims=True), np.float32)
+
+
+def _most_likely(probabilities: Float32, top_k: int, top_p: float) -> Indices:
+    """Ids in falling order of probability: the top k, or enough of them to hold the nucleus."""
+    size = len(probabilities)
+    count = min(top_k or _PARTIAL, size)
+    if count < size:
+        head = np.argpartition(probabilities, size - count)[size - count :]
+        if top_k or probabilities[head].sum(dtype=np.float64) >= top_p + 1e-6:
+            return head[np.argsort(-probabilities[head], kind="stable")]
+    return np.argsort(-probabilities, kind="stable")
+
+
+def _penalise(logits: Float32, recent: Sequence[int], penalty: float) -> Float32:
+    """Keskar et al., CTRL (arXiv 1909.05858): divide positive logits of recent tokens, multiply negative ones."""
+    logits = logits.copy()
+    seen = np.unique(np.asarray(recent, np.intp))
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    return logits

@@ -1,0 +1,147 @@
+"""The length check: what a prompt needs, what the cache has, and what would be dropped, before anything runs.
+
+Three rules. Nothing is ever cut in silence. The system prompt is never dropped. One message that is larger than the
+window is always an error, since it could not even be read whole.
+
+    overflow="error"    prompt + answer must fit the cache                     (the API's default)
+    overflow="window"   the oldest turns leave, and the report says which      (the chat's default)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from edgekv.errors import ContextOverflow, InvalidOption
+from edgekv.kv.window import Window
+
+Overflow = Literal["error", "window"]
+OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
+
+
+@dataclass(frozen=True)
+class LengthReport:
+    """What would happen with a prompt. All numbers are tokens."""
+
+    input_tokens: int  # the whole rendered prompt
+    reused_tokens: int  # of these, already in the cache (or evicted from it earlier)
+    capacity: int
+    pinned: int  # the beginning that is never evicted
+    max_new_tokens: int | None  # as asked; None: as many as fit, or without end under overflow="window"
+    max_allowed: int  # the longest prompt that would be accepted
+    overflow: Overflow
+    evicts: int  # tokens that leave before the answer begins
+    evicts_with_answer: int  # ... and by its end, if it takes all of max_new_tokens
+    turns_leaving: tuple[int, ...]  # indices of the messages that lose tokens before the answer begins
+    problem: str = ""  # why it is refused; empty: it fits
+
+    @property
+    def fits(self) -> bool:
+        """Whether the prompt is accepted."""
+        return not self.problem
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that have to be prefilled."""
+        return self.input_tokens - self.reused_tokens
+
+    def require(self) -> LengthReport:
+        """Return the report itself, or raise.
+
+        Raises:
+            ContextOverflow: the prompt does not fit; nothing has been run.
+        """
+        if self.problem:
+            raise ContextOverflow(self.problem, input_tokens=self.input_tokens, max_allowed=self.max_allowed)
+        return self
+
+
+def check_lengths(
+    *,
+    input_tokens: int,
+    turn_starts: Sequence[int],
+    state: Window,
+    max_pinned: int,
+    max_new_tokens: int | None,
+    overflow: Overflow,
+) -> LengthReport:
+    """Work out what a prompt would do to the cache.
+
+    Args:
+        turn_starts: token at which each message's turn begins; the first may be preceded by pinned text.
+        state: the cache after everything reusable was kept and the rest forgotten; `state.pinned` is what the prompt
+            wants pinned. Its reusable tokens are length + evicted.
+        max_pinned: the most tokens that may be pinned.
+
+    Raises:
+        InvalidOption: an unknown overflow policy.
+    """
+    if overflow not in OVERFLOWS:
+        raise InvalidOption(f"Unknown overflow policy {overflow!r}: choose {' or '.join(OVERFLOWS)}.")
+    reused = state.length + state.evicted
+    starts = tuple(start for start in turn_starts if start >= state.pinned)
+    problem, max_allowed = _problem(input_tokens, turn_starts, state, max_pinned, max_new_tokens, overflow)
+    before = answer = state
+    if not problem:
+        before = state.forecast(input_tokens - reused, starts)
+        answer = before.forecast(max_new_tokens or 0, starts)
+    return LengthReport(
+        input_tokens=input_tokens,
+        reused_tokens=reused,
+        capacity=state.capacity,
+        pinned=state.pinned,
+        max_new_tokens=max_new_tokens,
+        max_allowed=max_allowed,
+        overflow=overflow,
+        evicts=before.evicted - state.evicted,
+        evicts_with_answer=answer.evicted - state.evicted,
+        turns_leaving=_turns_between(
+            turn_starts, input_tokens, state.pinned + state.evicted, state.pinned + before.evicted
+        ),
+        problem=problem,
+    )
+
+
+def _problem(
+    input_tokens: int,
+    turn_starts: Sequence[int],
+    state: Window,
+    max_pinned: int,
+    max_new_tokens: int | None,
+    overflow: Overflow,
+) -> tuple[str, int]:
+    """(why the prompt is refused or "", the longest prompt that would not be)."""
+    capacity = state.capacity
+    if state.pinned > max_pinned:
+        return (
+            f"The system prompt is {state.pinned} tokens, but at most {max_pinned} (a quarter of the cache of "
+            f"{capacity}) can be kept for good: shorten it, or load the model with a larger --context."
+        ), max_pinned
+    if overflow == "error":
+        wanted = 1 if max_new_tokens is None else max_new_tokens
+        allowed = capacity - wanted
+        if input_tokens > allowed:
+            return (
+                f"The prompt is {input_tokens} tokens and {wanted} for the answer are asked for, but the cache holds "
+                f"{capacity}: send at most {allowed} tokens, ask for a shorter answer, use a larger --context, or "
+                "overflow='window'."
+            ), allowed
+        return "", allowed
+    window = capacity - state.pinned
+    longest = max(
+        (stop - start for start, stop in pairwise((*turn_starts, input_tokens)) if start >= state.pinned), default=0
+    )
+    if longest > window:
+        return (
+            f"One message is {longest} tokens, but the window behind the {state.pinned} pinned tokens holds "
+            f"{window}: split the message, or load the model with a larger --context."
+        ), window
+    return "", input_tokens
+
+
+def _turns_between(turn_starts: Sequence[int], input_tokens: int, first: int, last: int) -> tuple[int, ...]:
+    """Indices of turns that have tokens in first .. last-1."""
+    spans = enumerate(pairwise((*turn_starts, input_tokens)))
+    return tuple(index for index, (start, stop) in spans if start < last and stop > first)

@@ -1,0 +1,43 @@
+"""Published weights -> BlockWeight (integer codes, scales, zero points), one file a format.
+
+`open_source(path)` looks at a path and returns the reader for it; readers hand out one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgekv.errors import ModelNotFound, UnsupportedModel
+from edgekv.weights.base import BlockWeight, Matrix, WeightSource
+
+__all__ = ["BlockWeight", "Matrix", "WeightSource", "open_source"]
+
+
+def open_source(path: Path) -> WeightSource:
+    """The reader for a GGUF file or a folder of safetensors.
+
+    Raises:
+        ModelNotFound: there is nothing at `path`, or nothing edgekv can read.
+    """
+    if path.is_file() and path.suffix == ".gguf":
+        from edgekv.weights.gguf import GGUFSource
+
+        return GGUFSource(path)
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if (path / "config.json").exists() and any(path.glob("*.safetensors")):
+            from edgekv.weights.safetensors import SafetensorsSource
+
+            return SafetensorsSource(path)
+        if len(ggufs) == 1:
+            return open_source(ggufs[0])
+        if ggufs:
+            raise ModelNotFound(f"{path} holds {len(ggufs)} GGUF files: name one of them, e.g. {ggufs[0]}.")
+        if any(path.glob("*.bin")) or any(path.glob("*.pt")):
+            raise UnsupportedModel(
+                f"{path} holds pickled weights, which edgekv never loads: get the safetensors files."
+            )
+    what = "does not exist" if not path.exists() else "holds neither a .gguf file nor config.json with .safetensors"
+    raise ModelNotFound(
+        f"{path} {what}: give a GGUF file, a folder of safetensors, or a name that `edgekv pull` knows."
+    )

@@ -1,0 +1,312 @@
+"""GGUF files (llama.cpp's format, read through the `gguf` package) as a WeightSource.
+
+Block types with integer zero points keep their integers: Q4_0 in 4 bits, Q5_0, Q8_0 and Q6_K in 8. Types with a float
+minimum (Q4_1, Q5_1, Q4_K, Q5_K) go through `hold_affine`. Every other type is dequantised by the `gguf` package and
+rounded to 8 bits in blocks of 32.
+
+The trap: files of the llama architecture store the rows of Q and K interleaved for llama.cpp's RoPE; they are put back
+into the half-split order here. Layouts are those of ggml's quantisation reference (ggml-quants).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgekv.errors import BadCheckpoint, UnsupportedModel
+from edgekv.model.spec import ModelSpec, RopeSpec
+from edgekv.weights.base import BlockWeight, Codes, Float32, Matrix, TokenizerFiles
+from edgekv.weights.quantize import hold_affine, quantize_blocks
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
+"""GGUF architecture -> edgekv family."""
+
+INTERLEAVED_QK = ("llama",)
+
+_NAMES = {
+    "attn_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
+    "ffn_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+}  # fmt: skip
+_TOP_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
+
+
+class GGUFSource:
+    """A GGUF file, one tensor at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = _open(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.spec = self._read_spec()
+        self._check_shapes()
+
+    @property
+    def files(self) -> list[str]:
+        """The one file."""
+        return [str(self.path)]
+
+    @property
+    def scheme(self) -> str:
+        """The tensor types in it, most frequent first."""
+        kinds = Counter(tensor.tensor_type.name for tensor in self._reader.tensors if len(tensor.shape) > 1)
+        return "GGUF " + ", ".join(kind for kind, _ in kinds.most_common())
+
+    def matrix(self, name: str) -> Matrix:
+        """A weight [out, in] as stored, or as close as integers can hold it."""
+        tensor = self._tensor(_gguf_name(name))
+        weight = _read_matrix(tensor)
+        if self._interleaved and name.endswith((".q", ".k")):
+            order = self._half_split(self._heads(name))
+            return weight.take_rows(order) if isinstance(weight, BlockWeight) else weight[order]
+        return weight
+
+    def vector(self, name: str) -> Float32:
+        """A norm's weight or a bias, in float32."""
+        base = name.removesuffix(".bias")
+        values = _to_float(self._tensor(_gguf_name(base), "weight" if name == base else "bias"))
+        if self._interleaved and name.endswith((".q.bias", ".k.bias")):
+            return np.asarray(values[self._half_split(self._heads(base))])
+        return values
+
+    def tokenizer(self) -> TokenizerFiles:
+        """The tokenizer and chat template stored in the metadata."""
+        from edgekv.text.gguf_tokenizer import GGUFVocab, build_tokenizer
+
+        tokens = self._field("tokenizer.ggml.tokens")
+        kind = self._field("tokenizer.ggml.model")
+        names = ("bos", "eos", "eot", "eom", "padding", "unknown")
+        ids = {name: self._field(f"tokenizer.ggml.{name}_token_id", None) for name in names}
+        vocab = GGUFVocab(
+            model=kind,
+            pre=self._field("tokenizer.ggml.pre", ""),
+            tokens=tokens,
+            types=[int(kind) for kind in self._field("tokenizer.ggml.token_type", [])],
+            merges=self._field("tokenizer.ggml.merges", []),
+            scores=[float(score) for score in self._field("tokenizer.ggml.scores", [])],
+            add_space_prefix=self._field("tokenizer.ggml.add_space_prefix", None),
+            special_ids=[int(token) for token in ids.values() if token is not None],
+        )
+        return TokenizerFiles(
+            tokenizer_json=str(build_tokenizer(vocab).to_str()),
+            chat_template=self._field("tokenizer.chat_template", None),
+            bos_token="" if ids["bos"] is None else tokens[ids["bos"]],
+            eos_token="" if ids["eos"] is None else tokens[ids["eos"]],
+            add_bos=ids["bos"] is not None and bool(self._field("tokenizer.ggml.add_bos_token", kind == "llama")),
+        )
+
+    def _field(self, key: str, *default: Any) -> Any:
+        field = self._reader.fields.get(key)
+        if field is None:
+            if default:
+                return default[0]
+            raise BadCheckpoint(f"{self.path.name} has no {key} in its metadata, so the model cannot be described.")
+        return field.contents()
+
+    @property
+    def _interleaved(self) -> bool:
+        return self.spec.family in INTERLEAVED_QK
+
+    def _heads(self, name: str) -> int:
+        return self.spec.num_heads if name.endswith(".q") else self.spec.num_kv_heads
+
+    def _half_split(self, heads: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+        rows = np.arange(heads * self.spec.head_dim).reshape(heads, self.spec.head_dim // 2, 2)
+        return rows.swapaxes(1, 2).reshape(-1)
+
+    def _read_spec(self) -> ModelSpec:
+        architecture = self._field("general.architecture")
+        if architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise UnsupportedModel(
+                f"{self.path.name} is of architecture {architecture!r}; edgekv runs {known} from GGUF."
+            )
+
+        def key(name: str, *default: Any) -> Any:
+            return self._field(f"{architecture}.{name}", *default)
+
+        heads, hidden = key("attention.head_count"), key("embedding_length")
+        eos = {self._field("tokenizer.ggml.eos_token_id", None), self._field("tokenizer.ggml.eot_token_id", None)}
+        return ModelSpec(
+            family=ARCHITECTURES[architecture],
+            num_layers=key("block_count"),
+            hidden_size=hidden,
+            ffn_size=key("feed_forward_length"),
+            num_heads=heads,
+            num_kv_heads=key("attention.head_count_kv", heads),
+            head_dim=key("attention.key_length", hidden // heads),
+            vocab_size=len(self._field("tokenizer.ggml.tokens")),
+            max_context=key("context_length"),
+            rms_eps=float(np.float32(key("attention.layer_norm_rms_epsilon"))),
+            rope=self._read_rope(key),
+            tied_embeddings="output.weight" not in self._tensors,
+            qkv_bias="blk.0.attn_q.bias" in self._tensors,
+            bos_id=self._field("tokenizer.ggml.bos_token_id", None),
+            eos_ids=tuple(sorted(int(token) for token in eos if token is not None)),
+        )
+
+    def _read_rope(self, key: Any) -> RopeSpec:
+        theta, kind = float(key("rope.freq_base", 10_000.0)), key("rope.scaling.type", "none")
+        if kind not in ("none", "linear") or "rope_freqs.weight" in self._tensors:
+            raise UnsupportedModel(
+                f"{self.path.name} scales its rotary angles by {kind!r} or by stored factors, which edgekv does not "
+                "read from GGUF: convert the model's safetensors instead."
+            )
+        factor = float(key("rope.scaling.factor", 1.0)) if kind == "linear" else 1.0
+        return RopeSpec(theta=theta, kind="linear" if kind == "linear" else "default", factor=factor)
+
+    def _check_shapes(self) -> None:
+        spec, head = self.spec, self.spec.head_dim
+        shapes = {
+            "attn_q": (spec.num_heads * head, spec.hidden_size),
+            "attn_k": (spec.num_kv_heads * head, spec.hidden_size),
+            "attn_v": (spec.num_kv_heads * head, spec.hidden_size),
+            "attn_output": (spec.hidden_size, spec.num_heads * head),
+            "ffn_gate": (spec.ffn_size, spec.hidden_size),
+            "ffn_up": (spec.ffn_size, spec.hidden_size),
+            "ffn_down": (spec.hidden_size, spec.ffn_size),
+            "attn_norm": (spec.hidden_size,),
+            "ffn_norm": (spec.hidden_size,),
+        }
+        expected = {f"blk.{i}.{name}": shape for i in range(spec.num_layers) for name, shape in shapes.items()}
+        expected |= {"token_embd": (spec.vocab_size, spec.hidden_size), "output_norm": (spec.hidden_size,)}
+        for name, shape in expected.items():
+            found = tuple(int(size) for size in reversed(self._tensor(name).shape))
+            if found != shape:
+                raise BadCheckpoint(
+                    f"{self.path.name}: {name}.weight is {list(found)}, but the metadata says {list(shape)}."
+                )
+
+    def _tensor(self, name: str, suffix: str = "weight") -> Any:
+        try:
+            return self._tensors[f"{name}.{suffix}"]
+        except KeyError:
+            raise BadCheckpoint(f"{self.path.name} has no tensor {name}.{suffix}: the file is incomplete.") from None
+
+
+def _open(path: Path) -> Any:
+    import gguf
+
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, KeyError, IndexError, OverflowError, MemoryError, UnicodeDecodeError, TypeError) as error:
+        size = path.stat().st_size
+        raise BadCheckpoint(
+            f"{path} ({size:,} bytes) is not a whole GGUF file ({str(error)[:80]}): download it again."
+        ) from None
+
+
+def _gguf_name(name: str) -> str:
+    layer, _, part = name.rpartition(".")
+    return f"blk.{layer}.{_NAMES[part]}" if layer else _TOP_NAMES[part]
+
+
+def _to_float(tensor: Any) -> Float32:
+    import gguf
+
+    return np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+
+
+def _read_matrix(tensor: Any) -> Matrix:
+    kind = tensor.tensor_type.name
+    if kind in ("F32", "F16", "BF16"):
+        return _to_float(tensor)
+    rows, columns = (int(size) for size in reversed(tensor.shape))
+    if kind in _READERS:
+        return _READERS[kind](tensor.data.reshape(rows, -1), columns)
+    return quantize_blocks(_to_float(tensor), bits=8, group=32)
+
+
+def _half(raw: Codes) -> Float32:
+    return np.asarray(raw.copy().view(np.float16).astype(np.float32)[..., 0])
+
+
+def _nibbles(raw: Codes) -> Codes:
+    """[..., n] bytes -> [..., 2 n] codes: all low nibbles first, then all high ones."""
+    return np.concatenate([raw & 0xF, raw >> 4], axis=-1)
+
+
+def _fifth_bits(raw: Codes) -> Codes:
+    """4 bytes -> the 32 high bits of a Q5 block, each worth 16."""
+    return (np.unpackbits(raw, axis=-1, bitorder="little") << 4).astype(np.uint8)
+
+
+def _blocks(data: Codes, size: int) -> Codes:
+    return data.reshape(len(data), -1, size)  # [N, blocks, bytes]
+
+
+def _q4_0(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 18)  # fp16 scale, 16 bytes of nibbles
+    codes = _nibbles(blocks[..., 2:]).reshape(len(data), columns)
+    return BlockWeight(codes, _half(blocks[..., :2]), None, 4, 32)
+
+
+def _q4_1(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 20)  # fp16 scale, fp16 minimum, 16 bytes of nibbles
+    codes = _nibbles(blocks[..., 4:]).reshape(len(data), columns)
+    return hold_affine(codes, _half(blocks[..., :2]), _half(blocks[..., 2:4]), group=32, top=15)
+
+
+def _q5_0(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 22)  # fp16 scale, 32 high bits, 16 bytes of nibbles; code - 16
+    codes = _nibbles(blocks[..., 6:]) + _fifth_bits(blocks[..., 2:6])
+    return BlockWeight((codes + 112).reshape(len(data), columns), _half(blocks[..., :2]), None, 8, 32)
+
+
+def _q5_1(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 24)  # fp16 scale, fp16 minimum, 32 high bits, 16 bytes of nibbles
+    codes = (_nibbles(blocks[..., 8:]) + _fifth_bits(blocks[..., 4:8])).reshape(len(data), columns)
+    return hold_affine(codes, _half(blocks[..., :2]), _half(blocks[..., 2:4]), group=32, top=31)
+
+
+def _q8_0(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 34)  # fp16 scale, 32 signed bytes
+    codes = (blocks[..., 2:] + np.uint8(128)).reshape(len(data), columns)
+    return BlockWeight(codes, _half(blocks[..., :2]), None, 8, 32)
+
+
+def _k_scales(packed: Codes) -> tuple[Float32, Float32]:
+    """The 12 bytes of a Q4_K or Q5_K super-block -> eight 6-bit scales and eight 6-bit minima."""
+    low, mid, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=-1)
+    minima = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=-1)
+    return scales.astype(np.float32), minima.astype(np.float32)
+
+
+def _q4_k(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 144)  # fp16 scale of scales, fp16 of minima, 12 bytes of those, 128 of nibbles
+    scales, minima = _k_scales(blocks[..., 4:16])
+    codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))  # [N, super, 4, 64]
+    return _k_affine(blocks, scales, minima, codes.reshape(len(data), columns), top=15)
+
+
+def _q5_k(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 176)  # as Q4_K, with 32 bytes of high bits before the nibbles
+    scales, minima = _k_scales(blocks[..., 4:16])
+    bits = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [N, super, 8, 32]
+    codes = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], 8, 32)
+    return _k_affine(blocks, scales, minima, (codes + (bits << 4)).reshape(len(data), columns), top=31)
+
+
+def _k_affine(blocks: Codes, scales: Float32, minima: Float32, codes: Codes, *, top: int) -> BlockWeight:
+    step = (scales * _half(blocks[..., :2])[..., None]).reshape(len(codes), -1)
+    minimum = (-minima * _half(blocks[..., 2:4])[..., None]).reshape(len(codes), -1)
+    return hold_affine(codes, step, minimum, group=32, top=top)
+
+
+def _q6_k(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 210)  # 128 bytes of low nibbles, 64 of high bit pairs, 16 int8 scales, fp16 scale; code - 32
+    low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).reshape(*blocks.shape[:2], 2, 4, 32)
+    pairs = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    high = (pairs >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
+    codes = (low + (high << 4) + 96).reshape(len(data), columns).astype(np.uint8)
+    scales = blocks[..., 192:208].view(np.int8).astype(np.float32) * _half(blocks[..., 208:210])[..., None]
+    return BlockWeight(codes, scales.reshape(len(data), -1), None, 8, 16)
+
+
+_READERS = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
+    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip

@@ -1,0 +1,70 @@
+"""Fixtures: tiny converted models of every variant, the default model, engines and scales.
+
+Set EDGEKV_HOME to a folder in which the default model has been prepared and nothing is downloaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from edgekv.engines.onnx.engine import OnnxEngine
+    from edgekv.model.converted import ConvertedModel
+
+DATA = Path(__file__).parent / "data"
+
+
+class TinyModels:
+    """Checkpoints and conversions by name, each made once a session: the variants of helpers.checkpoints.TINY, and the
+    folders of tests/data."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.source = cache(self._source)
+        self.converted = cache(self._converted)
+
+    def _source(self, name: str) -> Path:
+        from helpers.checkpoints import TINY, write_checkpoint
+
+        return write_checkpoint(TINY[name], self._folder / "source" / name) if name in TINY else DATA / name
+
+    def _converted(self, name: str) -> ConvertedModel:
+        from edgekv.convert import convert
+
+        return convert(self.source(name), self._folder / "converted" / name).model
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """Tiny models by name."""
+    return TinyModels(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> ConvertedModel:
+    """The default model, downloaded and converted if EDGEKV_HOME (or the user's cache) does not have it."""
+    from edgekv.model import catalog
+    from edgekv.prepare import prepare
+
+    return prepare(catalog.DEFAULT_MODEL, home=catalog.home())
+
+
+@pytest.fixture
+def open_onnx() -> Iterator[Callable[..., OnnxEngine]]:
+    """`helpers.engines.open_test_engine`; what it opened is closed after the test."""
+    from helpers.engines import open_test_engine
+
+    opened: list[OnnxEngine] = []
+
+    def open_one(*arguments: Any, **options: Any) -> OnnxEngine:
+        opened.append(open_test_engine(*arguments, **options))
+        return opened[-1]
+
+    yield open_one
+    for engine in opened:
+        engine.close()

@@ -1,0 +1,188 @@
+"""Streaming text: the pieces join to the whole decode, nothing is taken back, no stop string leaks (case C22)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from edgekv.errors import InvalidOption
+from edgekv.text.detokenize import StreamDetokenizer
+from edgekv.text.tokenizer import Tokenizer
+
+FILE = Path(__file__).parents[1] / "data" / "llama-fp16" / "tokenizer.json"
+
+
+def pieces() -> Any:
+    """A SentencePiece-like backend: spaces as U+2581, the first one stripped, and byte tokens."""
+    words = ["▁", "▁▁", "▁a", "a", "b", "▁hello", "\ufffd", "▁\ufffd", "好"]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + n for n, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab={**vocab, "<s>": 265}, merges=[], byte_fallback=True))
+    backend.add_special_tokens(["<s>"])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+BYTES = Tokenizer.from_file(FILE)
+PIECES = Tokenizer(pieces())
+EOS, EOS_PIECE = 2, 265
+
+
+def byte_ids() -> list[int]:
+    """The token of each byte: GPT-2's alphabet spells printable bytes as themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelling = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
+    ids = [BYTES.token_id(spelling[byte]) for byte in range(256)]
+    assert None not in ids
+    return [number for number in ids if number is not None]
+
+
+BYTE_IDS = byte_ids()
+
+TEXT = st.lists(
+    st.sampled_from(["hello", " ", "\n", "👨‍👩‍👧‍👦", "🏳️‍🌈", "你好", "é", "\ufffd", "ab", "aab"]) | st.text(max_size=4),
+    max_size=6,
+).map("".join)
+ENCODED = TEXT.map(BYTES.encode)
+RAW = st.binary(max_size=12).map(lambda data: [BYTE_IDS[byte] for byte in data])
+CUT_UTF8 = TEXT.map(lambda text: [BYTE_IDS[byte] for byte in text.encode()]).flatmap(
+    lambda ids: st.integers(0, len(ids)).map(lambda cut: ids[cut:])
+)
+ANY = st.lists(st.integers(0, BYTES.vocab_size + 3), max_size=8)
+STREAM = st.lists(ENCODED | RAW | CUT_UTF8 | ANY | st.just([EOS]), max_size=4).map(
+    lambda parts: [number for part in parts for number in part]
+)
+PIECE_STREAM = st.lists(
+    st.integers(250, 266) | st.sampled_from([0xF0, 0x9F, 0xA6, 0x99, 0xE4, 0xBD, 0xA0, 0x0A, 0xFF]), max_size=14
+)
+
+
+def check(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str] = ()) -> StreamDetokenizer:
+    """Stream the ids and compare every step with whole decodes."""
+    stream, joined, seen = StreamDetokenizer(tokenizer, stop), "", 0
+    whole = tokenizer.decode(ids)
+    ends = [(whole.find(text) + len(text), whole.find(text)) for text in stop if text in whole]
+    expected = whole[: min(ends)[1]] if ends else whole
+    for token in ids:
+        seen += not stream.stopped
+        joined += stream.add(token)
+        assert expected.startswith(joined)
+        assert stream.shown == joined
+        assert stream.shown_tokens == longest_shown(tokenizer, ids[:seen], joined)
+    joined += stream.finish()
+    assert joined == stream.shown == expected
+    assert stream.stopped == bool(ends)
+    assert stream.shown_tokens == longest_shown(tokenizer, ids[:seen], joined)
+    assert stream.finish() == ""
+    return stream
+
+
+def longest_shown(tokenizer: Tokenizer, ids: Sequence[int], shown: str) -> int:
+    return max(count for count in range(len(ids) + 1) if shown.startswith(tokenizer.decode(ids[:count])))
+
+
+@given(STREAM)
+@settings(deadline=None, max_examples=200)
+@example([BYTE_IDS[byte] for byte in "🦙".encode()[:3]])
+@example([BYTE_IDS[byte] for byte in b"\xe4\xbd" + "你".encode() + b"\xff"])
+def test_joined_stream_is_the_whole_decode(ids: list[int]) -> None:
+    """case C22"""
+    check(BYTES, ids)
+
+
+@given(PIECE_STREAM)
+@settings(deadline=None, max_examples=200)
+@example([256, 256, 258])
+@example([0xE4, 0xBD, 0xA0, 0xFF, 259])
+@example([263, 263, 262, 262])
+def test_joined_stream_is_the_whole_decode_in_pieces(ids: list[int]) -> None:
+    """case C22: leading spaces, and runs of byte tokens that are decoded as a whole or not at all."""
+    check(PIECES, ids)
+
+
+@given(STREAM, st.lists(st.sampled_from(["\n", "ab", "aab", "abc", "hello", "\ufffd", "你", "好é"]), max_size=3))
+@settings(deadline=None, max_examples=200)
+def test_stop_strings_never_leak(ids: list[int], stop: list[str]) -> None:
+    """case C22"""
+    check(BYTES, ids, stop)
+
+
+@given(PIECE_STREAM, st.sampled_from(["a", " a", "a b", "\n", "\ufffd", "  "]))
+@settings(deadline=None)
+def test_stop_strings_never_leak_in_pieces(ids: list[int], stop: str) -> None:
+    """case C22"""
+    check(PIECES, ids, [stop])
+
+
+def test_an_emoji_comes_in_one_piece() -> None:
+    """case C22"""
+    stream = StreamDetokenizer(BYTES)
+    pieces = [stream.add(BYTE_IDS[byte]) for byte in "🦙é".encode()]
+    assert pieces == ["", "", "", "🦙", "", "é"]
+
+
+def test_text_is_not_held_back_without_need() -> None:
+    stream = StreamDetokenizer(BYTES, stop=["zzz"])
+    text = "hello world, plainly"
+    pieces = [stream.add(number) for number in BYTES.encode(text)]
+    assert "".join(pieces) == text
+    assert all(pieces)
+
+
+def test_half_a_stop_string_waits_and_is_given_up() -> None:
+    """case C22"""
+    stream = StreamDetokenizer(BYTES, stop=["</end>"])
+    assert [stream.add(number) for number in (BYTES.encode(char)[0] for char in "a</x")] == ["a", "", "", "</x"]
+    assert [stream.add(BYTES.encode(char)[0]) for char in "</"] == ["", ""]
+    assert stream.finish() == "</"
+
+
+def test_after_the_stop_string_nothing_comes() -> None:
+    stream = check(BYTES, BYTES.encode("one STOP two"), stop=["STOP"])
+    assert stream.stopped
+    assert (stream.shown, stream.add(BYTES.encode("x")[0]), stream.finish()) == ("one ", "", "")
+
+
+def test_the_stop_string_completed_first_counts() -> None:
+    """However the text is cut into tokens."""
+    ids = BYTES.encode("xabc")
+    for stop in (["abc", "b"], ["b", "abc"]):
+        assert check(BYTES, ids, stop).shown == "xa"
+    assert check(BYTES, ids, ["bc", "abc"]).shown == "x"
+
+
+def test_shown_tokens_count_the_special_ones() -> None:
+    """The end-of-turn token belongs to what was shown, so a cache cut there still holds it."""
+    ids = [*BYTES.encode("done."), EOS]
+    assert check(BYTES, ids).shown_tokens == len(ids)
+    assert check(PIECES, [EOS_PIECE, 258, EOS_PIECE]).shown_tokens == 3
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="empty"):
+        StreamDetokenizer(BYTES, stop=["x", ""])
+
+
+def test_a_token_costs_the_same_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decode sees a handful of tokens, for prose and for broken bytes alike."""
+    stream, longest = StreamDetokenizer(BYTES, stop=["never"]), 0
+    decode = BYTES.decode
+
+    def watched(ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(BYTES, "decode", watched)
+    for token in [*BYTES.encode("some words 你好 🦙 ") * 50, *[BYTE_IDS[0x99]] * 300, *[BYTE_IDS[0xF0]] * 300]:
+        stream.add(token)
+    assert longest <= 8
