@@ -57,7 +57,7 @@ class DataFile:
         raw = np.ascontiguousarray(array)
         with self.path.open("ab") as file:
             file.write(b"\0" * (offset - self.size))
-            raw.tofile(file)
+            file.write(raw.data)  # not tofile(): that hides why a write failed
         self.size = offset + raw.nbytes
         return offset, raw.nbytes
 
