@@ -18,7 +18,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgekv import device as hardware
 from edgekv.engines.base import Engine
@@ -36,6 +36,9 @@ from edgekv.text.precheck import LengthReport, Overflow
 from edgekv.text.prompt import ChatFormat
 from edgekv.text.template import ChatTemplate, Message
 from edgekv.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgekv.engines.onnx.engine import OnnxOptions
 
 Reply = Finished
 """A whole answer: text, finish_reason, usage."""
@@ -63,7 +66,10 @@ def load(model: str | os.PathLike[str], **options: Any) -> Runtime:
 
 def open_runtime(model: ConvertedModel, options: LoadOptions) -> Runtime:
     """Plan, find the scales and open the engine."""
+    from edgekv.engines.onnx.engine import check_combination
+
     plan = plan_for(model, options)
+    check_combination(plan.kv, engine_options(options))
     path = None if options.scales is None else Path(options.scales)
     scales = find_scales(model, options.kv_dtype, options.granularity, path)
     return Runtime(model, plan, open_engine(model, plan.kv, scales, options), options)
@@ -71,10 +77,16 @@ def open_runtime(model: ConvertedModel, options: LoadOptions) -> Runtime:
 
 def open_engine(model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: LoadOptions) -> Engine:
     """The onnx engine for this cache."""
-    from edgekv.engines.onnx.engine import OnnxOptions, open_engine
+    from edgekv.engines.onnx.engine import open_engine
 
-    threads = options.threads or hardware.physical_cores()
-    return open_engine(model, kv, scales, OnnxOptions(threads=threads, device=options.device))
+    return open_engine(model, kv, scales, engine_options(options))
+
+
+def engine_options(options: LoadOptions) -> OnnxOptions:
+    """The part of the options that is the engine's."""
+    from edgekv.engines.onnx.engine import OnnxOptions
+
+    return OnnxOptions(threads=options.threads or hardware.physical_cores(), device=options.device)
 
 
 def open_text(model: ConvertedModel) -> tuple[Tokenizer, ChatFormat | None]:

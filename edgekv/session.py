@@ -2,8 +2,8 @@
 
 `Chat` turns messages into tokens so that what is cached is kept: as long as the newly rendered text begins with the
 text that the cached tokens stand for, those tokens are taken as they are and only the rest is tokenised. (A model's own
-answer, tokenised again, need not give the tokens it generated.) If a template rewrites history, the whole text is
-tokenised and the longest common prefix of tokens is kept.
+answer, tokenised again, need not give the tokens it generated.) If history was edited, that holds up to the control
+token before the edit.
 
 `Session` is one dialogue: it holds the messages, and after every answer, finished or interrupted, the text that was
 shown is what is remembered.
@@ -11,9 +11,10 @@ shown is what is remembered.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 
 from edgekv.engines.base import Engine
 from edgekv.errors import InvalidOption
@@ -38,6 +39,16 @@ class EncodedText:
     def token_at(self, offset: int) -> int:
         """Index of the first token that starts at or after a character."""
         return bisect_left(self.starts, offset)
+
+    def shared_with(self, text: str, control_ids: frozenset[int | None]) -> EncodedText:
+        """The part that another text begins with. Where they part, it ends before the last control token that is shared:
+        only there do the tokens on either side not depend on one another."""
+        if text.startswith(self.text):
+            return self
+        common = len(commonprefix([self.text, text]))
+        shared = bisect_right(self.starts, common)
+        cut = next((index for index in range(shared - 1, 0, -1) if self.ids[index] in control_ids), 0)
+        return EncodedText(self.text[: self.starts[cut]], self.ids[:cut], self.starts[:cut]) if cut else EncodedText()
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class Chat:
     ) -> None:
         self.timeline = Timeline(engine)
         self.tokenizer, self._format, self._add_bos = tokenizer, chat_format, add_bos
+        self._control_ids = frozenset(map(tokenizer.token_id, tokenizer.special_tokens))
         self._known = EncodedText()
         self._active: Events | None = None
 
@@ -118,7 +130,7 @@ class Chat:
         return self._active
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        known = self._known if prompt.text.startswith(self._known.text) else EncodedText()
+        known = self._known.shared_with(prompt.text, self._control_ids)
         tail = self.tokenizer.encode_guarded(prompt.text[len(known.text) :])
         starts = (*known.starts, *(len(known.text) + start for start in tail.starts))
         whole = EncodedText(prompt.text, (*known.ids, *tail.ids), starts)

@@ -44,7 +44,7 @@ class OnnxEngine:
     """One model on one device with one preallocated cache; see `edgekv.engines.base.Engine`."""
 
     def __init__(self, model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: OnnxOptions) -> None:
-        _check_combination(kv, options)
+        check_combination(kv, options)
         self._spec, self._kv, self._options = model.spec, kv, options
         self._scales = scales
         self._session: Any = _open_session(model.folder, kv, options)
@@ -236,7 +236,12 @@ def open_engine(
     return OnnxEngine(model, kv, scales, options or OnnxOptions())
 
 
-def _check_combination(kv: KVSpec, options: OnnxOptions) -> None:
+def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
+    """Refuse what does not run, before anything is loaded (case C09).
+
+    Raises:
+        InvalidOption, UnsupportedModel: says what to use instead.
+    """
     if options.device not in PROVIDERS:
         raise InvalidOption(f"Unknown device {options.device!r}: choose {' or '.join(PROVIDERS)}.")
     if kv.dtype == "fp8" and options.device == "cpu":
