@@ -14,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 
 from edgekv.engines.base import Engine
 from edgekv.errors import InvalidOption
@@ -41,11 +40,11 @@ class EncodedText:
         return bisect_left(self.starts, offset)
 
     def shared_with(self, text: str, control_ids: frozenset[int | None]) -> EncodedText:
-        """The part that another text begins with. Where they part, it ends before the last control token that is shared:
+        """The part that another text begins with. Where they differ, it ends before the last control token they share:
         only there do the tokens on either side not depend on one another."""
         if text.startswith(self.text):
             return self
-        common = len(commonprefix([self.text, text]))
+        common = _common_chars(self.text, text)
         shared = bisect_right(self.starts, common)
         cut = next((index for index in range(shared - 1, 0, -1) if self.ids[index] in control_ids), 0)
         return EncodedText(self.text[: self.starts[cut]], self.ids[:cut], self.starts[:cut]) if cut else EncodedText()
@@ -246,3 +245,12 @@ class Session:
             events.close()
             if shown or finished:
                 self.messages = [*messages, Message(role="assistant", content=shown)]
+
+
+def _common_chars(first: str, second: str) -> int:
+    """Length of the common beginning of two texts, by bisection: comparing slices is fast, characters are not."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low

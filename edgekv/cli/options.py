@@ -39,7 +39,7 @@ def given(cls: type[Any], values: dict[str, Any]) -> dict[str, Any]:
 
 def _option(field: Field[Any], hint: Any, unset: bool) -> Callable[[Function], Function]:
     flag = "--" + field.name.replace("_", "-")
-    default = None if unset or field.default is MISSING else field.default
+    default = None if unset or field.default in (MISSING, "") else field.default
     text = field.metadata.get("help", "")
     several = get_origin(hint) is tuple
     if field.default not in (None, MISSING, (), ""):

@@ -130,9 +130,8 @@ def _problem(
             ), allowed
         return "", allowed
     window = capacity - state.pinned
-    longest = max(
-        (stop - start for start, stop in pairwise((*turn_starts, input_tokens)) if start >= state.pinned), default=0
-    )
+    spans = pairwise((*turn_starts, input_tokens))
+    longest = max((stop - max(start, state.pinned) for start, stop in spans), default=0)
     if longest > window:
         return (
             f"One message is {longest} tokens, but the window behind the {state.pinned} pinned tokens holds "

@@ -1,4 +1,4 @@
-"""A tiny model that chats: the random checkpoint of tests/data with a ChatML-like template, converted and calibrated."""
+"""A tiny model that chats: the random checkpoint of tests/data with a ChatML-like template, and its KV scales."""
 
 from __future__ import annotations
 

@@ -79,9 +79,10 @@ class DeviceCache:
         from onnxruntime import OrtValue
 
         shape = (1, spec.num_kv_heads, kv.capacity, row_items(spec, kv.dtype))
-        zeros = np.zeros(shape, CACHE_DTYPES[kv.dtype])
-        self._parts = {
-            part: [OrtValue.ortvalue_from_numpy(zeros, device, 0) for _ in range(spec.num_layers)] for part in "kv"
+        dtype = CACHE_DTYPES[kv.dtype]
+        self._parts = {  # an array each: on a CPU device the value does not copy it
+            part: [OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), device, 0) for _ in range(spec.num_layers)]
+            for part in "kv"
         }
 
     def bind(self, io: Any) -> None:

@@ -1,0 +1,219 @@
+"""The command line as a user meets it: whole transcripts, exit codes, and one clear sentence for every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.chat import make_chat_model
+
+from edgekv.cli import COMMANDS
+from edgekv.kv.scales import read_scales, write_scales
+from edgekv.model.converted import ConvertedModel
+
+DATA = Path(__file__).parents[1] / "data" / "llama-fp16"
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> ConvertedModel:
+    """A tiny model with a template and scales."""
+    return make_chat_model(DATA, tmp_path_factory.mktemp("chat"))
+
+
+def edgekv(*arguments: object, stdin: str = "", home: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    environment = os.environ | ({"EDGEKV_HOME": str(home)} if home else {})
+    command = [sys.executable, "-m", "edgekv", *map(str, arguments)]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    """The one sentence of a refusal, after checking that it is one: exit code 2, no traceback, nothing on stdout."""
+    assert result.returncode == 2, result
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_help_names_every_command() -> None:
+    """`edgekv --help` lists them, and each has help of its own."""
+    text = edgekv("--help").stdout
+    for name in COMMANDS:
+        assert name in text
+        own = edgekv(name, "--help")
+        assert own.returncode == 0
+        assert own.stdout.startswith(f"Usage: edgekv {name}")
+
+
+def test_one_answer_and_exit(chat_model: ConvertedModel) -> None:
+    """--prompt prints the answer to stdout and nothing else; text from a pipe is added to it."""
+    result = edgekv("chat", chat_model.folder, "-p", "Hello", "--max-new-tokens", 5, "--context", 256)
+    assert result.returncode == 0
+    assert result.stdout.strip()
+    longer = edgekv("chat", chat_model.folder, "-p", "Hello", "--max-new-tokens", 5, "--context", 256, stdin="more")
+    assert longer.stdout != result.stdout
+
+
+def test_a_conversation_through_a_pipe(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Each line is a message or a command; a wrong command does not end the conversation."""
+    saved = tmp_path / "talk.json"
+    commands = ("One", "/nope", "", "/stats", "Two", "/undo", f"/save {saved}", "/reset", f"/load {saved}", "/stats")
+    script = "\n".join((*commands, "/system Be kind.", "/quit", "Never"))
+    result = edgekv("chat", chat_model.folder, "--context", 256, "--max-new-tokens", 4, "--seed", 1, stdin=script)
+    assert result.returncode == 0, result.stderr
+    assert "There is no command /nope" in result.stderr
+    assert "[taken back]" in result.stderr
+    assert "[system prompt: Be kind.]" in result.stderr
+    assert re.search(r"last prompt +\d+ tokens: 0 reused", result.stdout)
+    assert [message["content"] for message in json.loads(saved.read_text())["messages"]][:1] == ["One"]
+
+
+def test_stats_show_that_only_new_tokens_are_read(chat_model: ConvertedModel) -> None:
+    """The second turn reuses the whole cached prefix."""
+    result = edgekv(
+        "chat", chat_model.folder, "--context", 512, "--max-new-tokens", 6, stdin="First\n/stats\nSecond\n/stats\n"
+    )
+    prompts = re.findall(r"last prompt +(\d+) tokens: (\d+) reused, (\d+) read", result.stdout)
+    (first, none, all_of_it), (second, reused, read) = [tuple(map(int, row)) for row in prompts]
+    assert (none, all_of_it) == (0, first)
+    assert reused + read == second
+    assert reused >= first + 5  # the prompt and the answer but for its last token
+
+
+def test_json_events(chat_model: ConvertedModel) -> None:
+    """--json prints one event a line; the deltas joined are the answer."""
+    result = edgekv("chat", chat_model.folder, "-p", "Hi", "--json", "--max-new-tokens", 8, "--context", 256)
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert "".join(event["text"] for event in events if event["event"] == "TextDelta") == events[-1]["text"]
+    assert events[-1]["usage"]["output_tokens"] == 8
+
+
+def test_a_long_conversation_says_what_leaves(chat_model: ConvertedModel) -> None:
+    """case C03, C04: with a full cache the chat goes on, and says how many tokens and which messages leave."""
+    lines = "".join(f"This is line number {n} of a long talk.\n" for n in range(20))
+    result = edgekv("chat", chat_model.folder, "--context", 128, "--max-new-tokens", 8, stdin=lines)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"the cache is full: the \d+ oldest tokens \(messages? \d+", " ".join(result.stderr.split()))
+
+
+def test_plan_table_and_json(tmp_path: Path) -> None:
+    """Works from a config alone and reproduces 2 GiB for 32 layers, 32 KV heads of 128 in fp16 at 4096."""
+    config = json.loads((DATA / "config.json").read_text()) | {
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 4096,
+        "intermediate_size": 11008, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    for heads, dtype, size in ((32, "fp16", 2 << 30), (8, "fp16", 512 << 20), (8, "int8", 256 << 20)):
+        path.write_text(json.dumps(config | {"num_key_value_heads": heads}))
+        result = edgekv("plan", path, "--kv-dtype", dtype, "--context", 4096, "--memory", "100GiB", "--json")
+        assert json.loads(result.stdout)["cache_bytes"] == size
+    table = edgekv("plan", path, "--memory", "3GiB", "--context", 4096, "--kv-dtype", "float")
+    assert table.returncode == 2
+    assert "DOES NOT FIT" in table.stdout
+    assert edgekv("plan", path, "--memory", "8GiB").returncode == 0
+
+
+def test_convert_calibrate_and_chat(tmp_path: Path) -> None:
+    """The commands one after another, as the README tells them."""
+    made = edgekv("convert", DATA, tmp_path / "model")
+    assert made.returncode == 0, made.stderr
+    assert "peak memory" in made.stdout
+    measured = edgekv("calibrate", tmp_path / "model", "--tokens", 256)
+    assert measured.returncode == 0, measured.stderr
+    assert "times the perplexity of a float cache" in " ".join(measured.stderr.split())
+    assert read_scales(tmp_path / "model" / "kv_scales.safetensors").provenance.tokens >= 256
+    info = edgekv("info", tmp_path / "model")
+    assert "int8 per channel, envelope" in " ".join(info.stdout.split())
+
+
+def test_eval_prints_json_last(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Perplexity of a file through a small cache."""
+    (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 60)
+    result = edgekv("eval", chat_model.folder, "--data", tmp_path / "text.txt", "--tokens", 500, "--context", 128)
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last["evicted"] > 300
+    assert last["tokens"] == 500
+
+
+class TestRefusals:
+    """Bad input: one sentence with numbers and a remedy, exit code 2, nothing half-written."""
+
+    def test_a_truncated_gguf(self, tmp_path: Path) -> None:
+        """Half a file."""
+        (tmp_path / "half.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\x10" * 40)
+        message = refused(edgekv("convert", tmp_path / "half.gguf", tmp_path / "out"))
+        assert "48 bytes" in message
+        assert "download it again" in message
+        assert [path.name for path in tmp_path.iterdir()] == ["half.gguf"]
+
+    def test_a_directory_that_is_no_model(self, tmp_path: Path) -> None:
+        """An empty folder."""
+        assert "holds neither" in refused(edgekv("chat", tmp_path, "-p", "x", home=tmp_path / "home"))
+
+    def test_an_unknown_name(self, tmp_path: Path) -> None:
+        """The known ones are listed."""
+        assert "smollm2-135m-instruct" in refused(edgekv("chat", "smolm2", "-p", "x", home=tmp_path))
+
+    def test_too_little_memory(self, chat_model: ConvertedModel) -> None:
+        """--memory 50MB: the table, and a number that helps."""
+        message = refused(edgekv("chat", chat_model.folder, "-p", "x", "--memory", "50MB"))
+        wanted = re.search(r"--memory (\d+MiB)", message)
+        assert wanted
+        assert (
+            edgekv("chat", chat_model.folder, "-p", "x", "--memory", wanted[1], "--max-new-tokens", 2).returncode == 0
+        )
+
+    def test_a_prompt_over_capacity(self, chat_model: ConvertedModel) -> None:
+        """One message larger than the window; both numbers."""
+        message = refused(edgekv("chat", chat_model.folder, "-p", "word " * 400, "--context", 128))
+        assert re.search(r"One message is \d+ tokens, but the window .* holds \d+", message)
+
+    def test_scales_of_another_model(self, chat_model: ConvertedModel, tmp_path: Path) -> None:
+        """case C11: scales of another model or dtype."""
+        scales = read_scales(chat_model.folder / "kv_scales.safetensors")
+        for change in ({"fingerprint": "0" * 16}, {"dtype": "int4"}, {"k": np.ones((9, 2, 64), np.float32)}):
+            other = tmp_path / "other.safetensors"
+            changed = {**vars(scales), **change}
+            changed["v"] = np.ones_like(changed["k"])
+            write_scales(other, type(scales)(**changed))
+            assert "edgekv calibrate" in refused(edgekv("chat", chat_model.folder, "-p", "x", "--scales", other))
+
+    def test_a_damaged_model(self, chat_model: ConvertedModel, tmp_path: Path) -> None:
+        """A data file that lost its end."""
+        import shutil
+
+        copy = tmp_path / "copy"
+        shutil.copytree(chat_model.folder, copy)
+        with (copy / "model.onnx.data").open("r+b") as file:
+            file.truncate(1000)
+        assert "1,000 bytes instead of" in refused(edgekv("chat", copy, "-p", "x"))
+        (copy / "edgekv.json").write_text("{}")
+        assert "convert the model again" in refused(edgekv("chat", copy, "-p", "x"))
+
+    def test_options_out_of_range(self, chat_model: ConvertedModel) -> None:
+        """Numbers that cannot be."""
+        for options in (
+            ["--context", 8],
+            ["--context", 10**6],
+            ["--sinks", 9999],
+            ["--temperature", -1],
+            ["--memory", "lots"],
+        ):
+            refused(edgekv("chat", chat_model.folder, "-p", "x", *options))
+
+    def test_calibration_text(self, chat_model: ConvertedModel, tmp_path: Path) -> None:
+        """A file that is missing, and one that is too short."""
+        refused(edgekv("calibrate", chat_model.folder, "--data", tmp_path / "none.txt"))
+        (tmp_path / "short.txt").write_text("short")
+        refused(edgekv("calibrate", chat_model.folder, "--data", tmp_path / "short.txt"))
+        assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
