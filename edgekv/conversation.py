@@ -37,7 +37,7 @@ def read_conversation(path: Path) -> list[Message]:
         data = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise InvalidOption(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidOption(f"{path} is not a conversation that edgekv wrote (it is not JSON).") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("format_version") != FORMAT_VERSION:
         raise InvalidOption(f"{path} is not a conversation of format version {FORMAT_VERSION}.")

@@ -2,7 +2,8 @@
 
 Free memory on Linux is MemAvailable, not MemFree: page cache gives way (case C17). A control group's limit counts too,
 since a container is killed at its own limit and not at the host's. On a Jetson the GPU shares the system's memory, and
-CUDA's own free-memory call ignores reclaimable pages, so the system's figure is used there as well.
+CUDA's own free-memory call ignores reclaimable pages, so the system's figure is used there and on every other GPU that
+nvidia-smi knows to have no memory of its own (DGX Spark).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def free_memory(device: str = "cpu") -> int:
     Raises:
         DependencyMissing: a discrete NVIDIA GPU cannot be asked.
     """
-    if device == "cuda" and not _TEGRA.exists():
-        return _nvidia_free_memory()
+    own = _nvidia_free_memory() if device == "cuda" and not _TEGRA.exists() else None
+    if own is not None:
+        return own
     available = int(psutil.virtual_memory().available)
     group = _control_group_room(_CGROUP)
     return available if group is None else min(available, group)
@@ -53,16 +55,14 @@ def _control_group_room(root: Path) -> int | None:
     try:
         limit = (root / "memory.max").read_text().strip()
         current = int((root / "memory.current").read_text())
-        statistics = (root / "memory.stat").read_text().splitlines()
+        statistics = dict(line.split(maxsplit=1) for line in (root / "memory.stat").read_text().splitlines())
+        return None if limit == "max" else max(0, int(limit) - current + int(statistics.get("inactive_file", 0)))
     except (OSError, ValueError):
         return None
-    if limit == "max":
-        return None
-    reclaimable = sum(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
-    return max(0, int(limit) - current + reclaimable)
 
 
-def _nvidia_free_memory() -> int:
+def _nvidia_free_memory() -> int | None:
+    """Bytes free on the first GPU; None if it has no memory of its own (nvidia-smi then answers "[N/A]")."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         raise DependencyMissing(
@@ -71,6 +71,6 @@ def _nvidia_free_memory() -> int:
     command = [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-        return int(lines[0]) * MIB
+        return None if lines[0].startswith("[N") else int(lines[0]) * MIB
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise DependencyMissing(f"nvidia-smi did not tell the GPU's free memory ({error}): give --memory.") from None

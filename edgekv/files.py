@@ -20,6 +20,15 @@ from edgekv.units import MIB, format_bytes
 
 _CHUNK = 4 * MIB
 
+_ROOM = "Free some space there, or choose another place."
+_RIGHTS = "Choose a place that you may write to."
+_REMEDIES = {
+    errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EFBIG: _ROOM,
+    errno.EROFS: _RIGHTS, errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS,
+    errno.ENOTDIR: _RIGHTS, errno.EISDIR: _RIGHTS, errno.EEXIST: _RIGHTS, errno.ENAMETOOLONG: "Choose a shorter name.",
+}  # fmt: skip
+"""What to do about each error that is the disk's or the user's doing; any other is passed on."""
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
@@ -57,13 +66,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             for file in part.iterdir():
                 _flush(file)
             part.chmod(0o777 & ~_umask())
-            if path.exists():
-                old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-                os.replace(path, old / "old")
-                os.replace(part, path)
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                os.replace(part, path)
+            _replace_directory(part, path)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -85,11 +88,29 @@ def _storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG):
+        if error.errno not in _REMEDIES:
             raise
         raise StorageError(
-            f"Could not write {path}: {error.strerror} ({_free_space(path)}); nothing was changed."
+            f"Could not write {path}: {error.strerror} ({_free_space(path)}); nothing was changed. "
+            f"{_REMEDIES[error.errno]}"
         ) from None
+
+
+def _replace_directory(part: Path, path: Path) -> None:
+    """Put a directory in a place that may be taken; what was there comes back if that fails."""
+    if not path.exists():
+        os.replace(part, path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+    try:
+        os.replace(path, old / "old")
+        os.replace(part, path)
+    except BaseException:
+        if (old / "old").exists() and not path.exists():
+            os.replace(old / "old", path)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _free_space(path: Path) -> str:

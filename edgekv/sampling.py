@@ -20,6 +20,7 @@ Float32 = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
 
 _PARTIAL = 512
+_COLDEST = 1e-5  # below it, two float32 logits that differ at all differ by more than the temperature
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,14 @@ class SamplingOptions:
             "penalty_window": (self.penalty_window, 0, 1 << 31),
         }
         for name, (value, low, high) in limits.items():
-            if not low <= value <= high:
+            if not isinstance(value, int | float) or not low <= value <= high:
                 raise InvalidOption(f"{name} is {value}; it must be between {low} and {high}.")
+        for name in ("top_k", "penalty_window", "seed", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise InvalidOption(f"{name} is {value!r}; it must be a whole number.")
+        if self.seed is not None and self.seed < 0:
+            raise InvalidOption(f"seed is {self.seed}; it must not be negative.")
         if self.top_p == 0:
             raise InvalidOption("top_p is 0, which allows no token: use temperature 0 for the most likely one.")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -75,8 +82,9 @@ class Sampler:
         """
         options = self._options
         if options.repetition_penalty != 1.0:
-            logits = _penalise(logits, recent[-options.penalty_window :], options.repetition_penalty)
-        if options.temperature == 0:
+            seen = recent[max(0, len(recent) - options.penalty_window) :]
+            logits = _penalise(logits, seen, options.repetition_penalty)
+        if options.temperature < _COLDEST:
             return int(np.argmax(logits))
         probabilities = softmax(logits / np.float32(options.temperature))
         tokens, weights = self._candidates(probabilities)
@@ -108,9 +116,11 @@ def _most_likely(probabilities: Float32, top_k: int, top_p: float) -> Indices:
     size = len(probabilities)
     count = min(top_k or _PARTIAL, size)
     if count < size:
-        head = np.argpartition(probabilities, size - count)[size - count :]
+        least = np.partition(probabilities, size - count)[size - count]
+        head = np.flatnonzero(probabilities >= least)  # with all that tie for the last place, in order of id
         if top_k or probabilities[head].sum(dtype=np.float64) >= top_p + 1e-6:
-            return head[np.argsort(-probabilities[head], kind="stable")]
+            ordered = head[np.argsort(-probabilities[head], kind="stable")]
+            return ordered[:count] if top_k else ordered
     return np.argsort(-probabilities, kind="stable")
 
 

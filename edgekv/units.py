@@ -19,10 +19,10 @@ def parse_bytes(text: str | int) -> int:
         InvalidOption: the text is not a size, or is zero.
     """
     match = _PATTERN.fullmatch(str(text))
-    size = int(float(match[1]) * _FACTORS[match[2].lower()]) if match else 0
-    if size <= 0:
-        raise InvalidOption(f"{text!r} is not a size in bytes: write it as 4GiB, 512MiB or a positive number.")
-    return size
+    size = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
+    if not 1 <= size < 1 << 60:
+        raise InvalidOption(f"{str(text)[:40]!r} is not a size in bytes: write it as 4GiB, 512MiB or a positive number.")
+    return int(size)
 
 
 def format_bytes(size: int | float) -> str:
