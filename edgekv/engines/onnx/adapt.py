@@ -11,7 +11,12 @@ from onnx import TensorProto, helper
 
 from edgekv.kv.spec import BITS, Granularity, KVDtype
 
-_TENSOR_TYPES = {"int8": TensorProto.INT8, "int4": TensorProto.UINT8, "float": TensorProto.FLOAT}
+_TENSOR_TYPES = {
+    "int8": TensorProto.INT8,
+    "int4": TensorProto.UINT8,
+    "fp16": TensorProto.FLOAT,  # until set_half_attention
+    "float": TensorProto.FLOAT,
+}
 _KEY_SCALE = 12  # input position in GroupQueryAttention; the value scale is the next
 _QUANT_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")
 
@@ -23,8 +28,37 @@ def set_cache(model: onnx.ModelProto, dtype: KVDtype, granularity: Granularity) 
             _retype_cache(value, dtype)
     for layer, node in enumerate(attention_nodes(model)):
         _drop_scales(model, layer, node)
-        if dtype != "float":
+        if dtype not in ("float", "fp16"):
             _add_scales(model, layer, node, dtype, granularity)
+
+
+def set_half_attention(model: onnx.ModelProto) -> None:
+    """Compute attention in float16, in place, between casts: GroupQueryAttention on CUDA takes no float32.
+
+    Call it after `set_cache`. A 16-bit cache is then the unquantised one.
+    """
+    for value in [*model.graph.input, *model.graph.output]:
+        if value.name in ("cos", "sin") or (
+            value.name.startswith(("past_", "present_")) and value.type.tensor_type.elem_type == TensorProto.FLOAT
+        ):
+            value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        if node.op_type != "GroupQueryAttention":
+            nodes.append(node)
+            continue
+        packed, attended = node.input[0], node.output[0]
+        node.input[0], node.output[0] = f"{packed}.half", f"{attended}.half"
+        nodes.append(_cast(packed, node.input[0], TensorProto.FLOAT16))
+        nodes.append(node)
+        nodes.append(_cast(node.output[0], attended, TensorProto.FLOAT))
+    reordered = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(reordered)
+
+
+def _cast(source: str, target: str, dtype: int) -> onnx.NodeProto:
+    return helper.make_node("Cast", [source], [target], name=f"{target}.cast", to=dtype)
 
 
 def set_accuracy_level(model: onnx.ModelProto, level: int) -> None:

@@ -22,7 +22,12 @@ from edgekv.model.spec import ModelSpec
 
 Array = npt.NDArray[Any]
 
-CACHE_DTYPES: dict[KVDtype, type[np.generic]] = {"int8": np.int8, "int4": np.uint8, "float": np.float32}
+CACHE_DTYPES: dict[KVDtype, type[np.generic]] = {
+    "int8": np.int8,
+    "int4": np.uint8,
+    "fp16": np.float16,
+    "float": np.float32,
+}
 
 
 def row_items(spec: ModelSpec, dtype: KVDtype) -> int:
@@ -112,10 +117,14 @@ class DeviceCache:
 
 
 class StepBuffers:
-    """The small inputs and the logits of a run, bound again only when their shapes change."""
+    """The small inputs and the logits of a run, bound again only when their shapes change.
 
-    def __init__(self, io: Any, chunk: int, vocab_size: int) -> None:
-        self._io = io
+    Args:
+        copied: the provider copies an input when it is bound (any but the CPU's), so every run binds afresh.
+    """
+
+    def __init__(self, io: Any, chunk: int, vocab_size: int, *, copied: bool = False) -> None:
+        self._io, self._copied = io, copied
         self._vocab_size = vocab_size
         self._ids = np.zeros((1, chunk), np.int64)
         self._rows = np.zeros(chunk, np.int64)
@@ -124,8 +133,7 @@ class StepBuffers:
         self._check = np.zeros((1, 1, 1), np.float32)  # the sum of the last hidden states
         self._logits = np.zeros((1, 1, vocab_size), np.float32)
         self._bound: tuple[int, int] = (-1, -1)
-        for name, array in (("seqlens_k", self._last), ("total", self._total)):
-            io.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        self._bind_lengths()
         io.bind_output("check", "cpu", 0, np.float32, (1, 1, 1), self._check.ctypes.data)
 
     def set(self, tokens: Array, past: int, rows: range) -> None:
@@ -135,7 +143,9 @@ class StepBuffers:
         self._rows[: len(rows)] = rows
         self._last[0] = past + count - 1
         self._total[()] = past + count
-        if self._bound != (count, len(rows)):
+        if self._copied:
+            self._bind_lengths()
+        if self._copied or self._bound != (count, len(rows)):
             self._bind(count, len(rows))
 
     @property
@@ -148,6 +158,10 @@ class StepBuffers:
     def finite(self) -> bool:
         """Whether the last run's hidden states, and so its keys and values, were all finite."""
         return bool(np.isfinite(self._check.item()))
+
+    def _bind_lengths(self) -> None:
+        for name, array in (("seqlens_k", self._last), ("total", self._total)):
+            self._io.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
     def _bind(self, count: int, rows: int) -> None:
         if self._logits.shape[1] != rows:

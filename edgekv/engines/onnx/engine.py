@@ -38,6 +38,12 @@ class OnnxOptions:
     device: str = "cpu"
     chunk: int = DEFAULT_CHUNK
     accuracy_level: int = 4  # 4: int8 activations inside MatMulNBits; 1: float32
+    half_attention: bool | None = None  # attention in float16; None: where the device demands it
+
+    @property
+    def half(self) -> bool:
+        """Whether attention runs in float16."""
+        return self.device != "cpu" if self.half_attention is None else self.half_attention
 
 
 class OnnxEngine:
@@ -56,9 +62,9 @@ class OnnxEngine:
         self._constants: list[Array] = []  # bound by pointer, so they must live as long as the session
         self._bind_scales()
         half = model.spec.head_dim // 2
-        self._cos = self._bind_input("cos", np.zeros((kv.capacity, half), np.float32))
-        self._sin = self._bind_input("sin", np.zeros((kv.capacity, half), np.float32))
-        self._step = StepBuffers(self._io, options.chunk, model.spec.vocab_size)
+        angles = np.float16 if options.half else np.float32
+        self._cos, self._sin = (np.zeros((kv.capacity, half), angles) for _ in range(2))
+        self._step = StepBuffers(self._io, options.chunk, model.spec.vocab_size, copied=options.device != "cpu")
         self._tokens: list[int] = []
         self._evicted = 0
         self._set_positions()
@@ -193,11 +199,12 @@ class OnnxEngine:
 
     def _set_positions(self) -> None:
         self._cos[:], self._sin[:] = rope_tables(self._spec.rope, self._spec.head_dim, self._evicted, self._kv.capacity)
+        self._bind_input("cos", self._cos)
+        self._bind_input("sin", self._sin)
 
-    def _bind_input(self, name: str, array: Array) -> Array:
-        self._constants.append(array)
+    def _bind_input(self, name: str, array: Array) -> None:
+        """Bind by pointer; the caller keeps the array alive."""
         self._io.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        return array
 
     def _bind_scales(self) -> None:
         if self._scales is None:
@@ -205,7 +212,8 @@ class OnnxEngine:
         for part, scales in (("k", self._scales.k), ("v", self._scales.v)):
             for layer, values in enumerate(scales):  # [K, D]
                 array = values[:1, :1].reshape(1) if self._kv.granularity == "tensor" else values[None, :, None, :]
-                self._bind_input(f"{part}_scale.{layer}", np.ascontiguousarray(array, np.float32))
+                self._constants.append(np.ascontiguousarray(array, np.float32))
+                self._bind_input(f"{part}_scale.{layer}", self._constants[-1])
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         low, high = min(tokens), max(tokens)
@@ -224,7 +232,7 @@ def open_engine(
         InvalidOption, UnsupportedModel: a combination that does not run.
         DependencyMissing: ONNX Runtime, or the build of it that the device needs, is not installed.
     """
-    if kv.dtype == "float":
+    if kv.dtype in ("float", "fp16"):
         return OnnxEngine(model, kv, None, options or OnnxOptions())
     if scales is None:
         from edgekv.errors import ScalesError
@@ -244,13 +252,18 @@ def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
     """
     if options.device not in PROVIDERS:
         raise InvalidOption(f"Unknown device {options.device!r}: choose {' or '.join(PROVIDERS)}.")
-    if kv.dtype == "fp8" and options.device == "cpu":
+    if kv.dtype == "fp8":
         raise UnsupportedModel(
-            "An FP8 cache does not run on ONNX Runtime's CPU provider: use --kv-dtype int8 (as small, and more exact)."
+            "An FP8 cache does not run in the onnx engine (ONNX Runtime's CPU provider has none): use --kv-dtype int8, "
+            "which is as small and more exact."
         )
-    if kv.dtype == "fp16":
+    if kv.dtype == "fp16" and not options.half:
         raise UnsupportedModel(
-            "A 16-bit cache does not run in the onnx engine: use --kv-dtype int8, or float (32 bits) to compare with."
+            "A 16-bit cache does not run on the CPU: use --kv-dtype int8, or float (32 bits) to compare with."
+        )
+    if kv.dtype == "float" and options.half:
+        raise UnsupportedModel(
+            "A 32-bit cache does not run on this device: use --kv-dtype int8, or fp16 to compare with."
         )
     if kv.dtype == "int4" and kv.granularity == "tensor":
         raise UnsupportedModel(
@@ -271,7 +284,7 @@ def _open_session(folder: Path, kv: KVSpec, options: OnnxOptions) -> Any:
     session_options.log_severity_level = 3
     session_options.enable_mem_pattern = False  # shapes change from run to run, so patterns would only cost memory
     graph: str | bytes = str(folder / GRAPH)
-    if kv.dtype != "int8" or kv.granularity == "tensor" or options.accuracy_level != 4:
+    if kv.dtype != "int8" or kv.granularity == "tensor" or options.accuracy_level != 4 or options.half:
         graph = _other_graph(folder, kv, options)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
@@ -289,6 +302,8 @@ def _other_graph(folder: Path, kv: KVSpec, options: OnnxOptions) -> bytes:
     model = onnx.load(folder / GRAPH, load_external_data=False)
     adapt.set_cache(model, kv.dtype, kv.granularity)
     adapt.set_accuracy_level(model, options.accuracy_level)
+    if options.half:
+        adapt.set_half_attention(model)
     return bytes(model.SerializeToString())
 
 
