@@ -28,10 +28,16 @@ def command(source: Path, out: Path, **values: Any) -> None:
     with render.progress_bar() as report:
         done = convert(source, out, options, progress=report)
     description = done.model.description
-    render.out.print(
+    render.say(
         f"{out}: {description.source_scheme} held as {description.scheme}, {format_bytes(description.weight_bytes)}; "
         f"{done.seconds:.1f} s, peak memory {format_bytes(done.peak_rss_bytes)}",
-        markup=False,
     )
+    if options.lossy:
+        from edgekv.api import open_engine
+        from edgekv.lossy import measured_loss
+        from edgekv.options import LoadOptions
+
+        ratio = measured_loss(source, done.model, lambda model, kv: open_engine(model, kv, None, LoadOptions()))
+        render.say(f"lossy: perplexity is {ratio:.3f} times that of the faithful conversion, on edgekv's own prompts")
     if done.max_weight_error:
-        render.out.print(f"largest rounding error of a layer: {done.max_weight_error:.2%} of its weights' size")
+        render.say(f"largest rounding error of a layer: {done.max_weight_error:.2%} of its weights' size")

@@ -32,7 +32,12 @@ out = Console(highlight=False)
 
 def note(text: str) -> None:
     """A line about what is going on, to stderr."""
-    console.print(text, style="dim", markup=False)
+    console.print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """A line of a command's own result, to stdout."""
+    out.print(text, markup=False, soft_wrap=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
@@ -104,7 +109,7 @@ def print_plan(plan: Plan, alternatives: Mapping[KVDtype, int]) -> None:
         rows.append(["budget", format_bytes(plan.budget_bytes), "fits" if plan.fits else "DOES NOT FIT"])
     table("", ["item", "size", "how"], rows, right=[1])
     kv = plan.kv
-    out.print(
+    say(
         f"\ncache: {kv.capacity} tokens of {plan.spec.max_context}, {kv.dtype} per {kv.granularity}, "
         f"at least {kv.sinks} sinks, {kv.stride} tokens leave at once"
     )
@@ -114,7 +119,7 @@ def print_plan(plan: Plan, alternatives: Mapping[KVDtype, int]) -> None:
             f"{dtype} {count}{' (all)' if count >= limit else ''}" if count else f"{dtype} none"
             for dtype, count in alternatives.items()
         ]
-        out.print("tokens that would fit the budget: " + ", ".join(told))
+        say("tokens that would fit the budget: " + ", ".join(told))
 
 
 def plan_json(plan: Plan, alternatives: Mapping[KVDtype, int]) -> dict[str, Any]:
