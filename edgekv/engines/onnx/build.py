@@ -25,7 +25,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekv.errors import UnsupportedModel
+from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.spec import ModelSpec
 from edgekv.weights.base import BlockWeight, Codes, WeightSource, stack_rows
 
@@ -90,6 +90,9 @@ class _Graph:
         return outputs[0]
 
     def constant(self, name: str, array: np.ndarray[Any, Any]) -> str:
+        """Store a tensor. Numbers that are not finite are refused here: int8 activations would hide them later."""
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise BadCheckpoint(f"{name} holds numbers that are not finite: the checkpoint is damaged, download it again.")
         if array.nbytes <= _INLINE_BYTES:
             self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         else:
@@ -141,7 +144,7 @@ def build(
         data_path: the external data file to write; it must not exist.
 
     Raises:
-        UnsupportedModel: a width that the operators cannot take.
+        UnsupportedModel: a width that the operators cannot take. BadCheckpoint: a number that is not finite.
     """
     spec = source.spec
     _check_operators(spec)

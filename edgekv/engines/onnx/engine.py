@@ -52,7 +52,7 @@ class OnnxEngine:
     def __init__(self, model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: OnnxOptions) -> None:
         check_combination(kv, options)
         self._spec, self._kv, self._options = model.spec, kv, options
-        self._scales = scales
+        self._scales, self._folder = scales, model.folder
         self._session: Any = _open_session(model.folder, kv, options)
         self._io: Any = self._session.io_binding()
         self._cache: CacheMemory = (
@@ -191,11 +191,18 @@ class OnnxEngine:
         except Exception as error:  # ONNX Runtime raises a class of its own per status code
             raise EngineError(f"ONNX Runtime failed on {len(tokens)} tokens after {past}: {error}") from error
         if not self._step.finite:
-            raise EngineError(
-                f"The model produced numbers that are not finite on {len(tokens)} tokens after {past}; "
-                "nothing of it was kept. The weights or the KV scales are damaged."
-            )
+            raise EngineError(self._not_finite(tokens, past))
         return self._step.logits
+
+    def _not_finite(self, tokens: Sequence[int], past: int) -> str:
+        from edgekv.engines.onnx.diagnose import first_bad_layer
+
+        layer = first_bad_layer(self._folder, self._spec, tokens)
+        where = "" if layer is None else f" in layer {layer}"
+        return (
+            f"The model produced numbers that are not finite{where} on {len(tokens)} tokens after {past}; nothing of it "
+            "was kept. The weights or the KV scales are damaged: convert the model again, or calibrate it again."
+        )
 
     def _set_positions(self) -> None:
         self._cos[:], self._sin[:] = rope_tables(self._spec.rope, self._spec.head_dim, self._evicted, self._kv.capacity)
