@@ -235,8 +235,7 @@ class _Answer:
 
     def _choose(self) -> int:
         assert self._logits is not None, "a prompt has at least one token, so prefill has set the logits"
-        recent = [*self._request.tokens[-self._sampling.penalty_window :], *self._output]
-        token = self._sampler(self._logits, recent if self._sampling.repetition_penalty != 1 else ())
+        token = self._sampler(self._logits, self._output)
         if not self._output:
             self._usage = replace(self._usage, prefill_s=time.perf_counter() - self._started)
         return token

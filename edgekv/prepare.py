@@ -72,7 +72,7 @@ def _prepare_pulled(target: str, home: Path, progress: Progress) -> ConvertedMod
     source = pull(target, home=home, progress=progress)
     if entry is None:
         return convert(source, folder, name=folder.name, progress=progress).model
-    sampling = {"temperature": entry.sampling.temperature, "top_p": entry.sampling.top_p}
+    sampling = dict(vars(entry.sampling))
     model = convert(source, folder, name=entry.name, sampling=sampling, system=entry.system, progress=progress).model
     return _with_shipped_scales(model, entry)
 

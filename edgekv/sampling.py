@@ -35,8 +35,8 @@ class SamplingOptions:
     top_k: int = about("Only the k most likely tokens; 0 is all.", default=0)
     top_p: float = about("Only the most likely tokens that hold this share.", default=0.95)
     min_p: float = about("Only tokens this likely relative to the most likely.", default=0.0)
-    repetition_penalty: float = about("Above 1 makes recent tokens less likely.", default=1.0)
-    penalty_window: int = about("How many recent tokens the penalty looks at.", default=256)
+    repetition_penalty: float = about("Above 1 makes what the answer has said less likely.", default=1.0)
+    penalty_window: int = about("How many of the answer's last tokens the penalty looks at.", default=256)
     seed: int | None = about("Same seed, same text. Default: different every time.")
     max_new_tokens: int | None = about("Longest answer. Default: until the model stops or the cache has no room.")
     stop: tuple[str, ...] = about("Text that ends the answer (may be given several times).", default=())
@@ -78,7 +78,8 @@ class Sampler:
         """The next token.
 
         Args:
-            logits: [V], not changed. recent: the tokens before, for the repetition penalty.
+            logits: [V], not changed. recent: the answer so far, for the repetition penalty. The prompt is left out: its
+                end-of-turn tokens would be penalised too, and answers would not end.
         """
         options = self._options
         if options.repetition_penalty != 1.0:

@@ -152,12 +152,15 @@ class Chat:
 
     def _request(self, encoded: EncodedPrompt, report: LengthReport) -> Request:
         capacity = self.timeline.engine.kv.capacity
+        room: int | None = capacity - report.input_tokens
+        if report.overflow == "window":  # the window makes room for ever; only an answer without a limit is given one
+            room = None if report.max_new_tokens else capacity
         return Request(
             tokens=encoded.ids,
             turn_starts=encoded.turn_starts,
             pinned=encoded.pinned,
             eos_ids=frozenset(self.timeline.engine.spec.eos_ids),
-            room=capacity - report.input_tokens if report.overflow == "error" else capacity,
+            room=room,
         )
 
     def _run(self, prompt: EncodedPrompt, request: Request, sampling: SamplingOptions) -> Events:

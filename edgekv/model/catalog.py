@@ -94,6 +94,7 @@ class SamplingHint:
 
     temperature: float
     top_p: float
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True)

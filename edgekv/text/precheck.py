@@ -30,12 +30,13 @@ class LengthReport:
     capacity: int
     pinned: int  # the beginning that is never evicted
     max_new_tokens: int | None  # as asked; None: as many as fit, or without end under overflow="window"
-    max_allowed: int  # the longest prompt that would be accepted
+    max_allowed: int  # the longest prompt that would be accepted, if it is the newest message that differs
     overflow: Overflow
     evicts: int  # tokens that leave before the answer begins
     evicts_with_answer: int  # ... and by its end, if it takes all of max_new_tokens
     turns_leaving: tuple[int, ...]  # indices of the messages that lose tokens before the answer begins
     problem: str = ""  # why it is refused; empty: it fits
+    too_long: int = 0  # if refused: the tokens that max_allowed is the limit of (of the prompt, or of one message)
 
     @property
     def fits(self) -> bool:
@@ -54,7 +55,7 @@ class LengthReport:
             ContextOverflow: the prompt does not fit; nothing has been run.
         """
         if self.problem:
-            raise ContextOverflow(self.problem, input_tokens=self.input_tokens, max_allowed=self.max_allowed)
+            raise ContextOverflow(self.problem, input_tokens=self.too_long, max_allowed=self.max_allowed)
         return self
 
 
@@ -82,7 +83,7 @@ def check_lengths(
         raise InvalidOption(f"Unknown overflow policy {overflow!r}: choose {' or '.join(OVERFLOWS)}.")
     reused = state.length + state.evicted
     starts = tuple(start for start in turn_starts if start >= state.pinned)
-    problem, max_allowed = _problem(input_tokens, turn_starts, state, max_pinned, max_new_tokens, overflow)
+    problem, max_allowed, too_long = _problem(input_tokens, turn_starts, state, max_pinned, max_new_tokens, overflow)
     before = answer = state
     if not problem:
         before = state.forecast(input_tokens - reused, starts)
@@ -101,6 +102,7 @@ def check_lengths(
             turn_starts, input_tokens, state.pinned + state.evicted, state.pinned + before.evicted
         ),
         problem=problem,
+        too_long=too_long,
     )
 
 
@@ -111,36 +113,48 @@ def _problem(
     max_pinned: int,
     max_new_tokens: int | None,
     overflow: Overflow,
-) -> tuple[str, int]:
-    """(why the prompt is refused or "", the longest prompt that would not be)."""
+) -> tuple[str, int, int]:
+    """(why the prompt is refused or "", the most that would not be, what there is of that)."""
     capacity = state.capacity
     if state.pinned > max_pinned:
-        return (
+        text = (
             f"The system prompt is {state.pinned} tokens, but at most {max_pinned} (a quarter of the cache of "
             f"{capacity}) can be kept for good: shorten it, or load the model with a larger --context."
-        ), max_pinned
+        )
+        return text, max_pinned, state.pinned
     if overflow == "error":
         wanted = 1 if max_new_tokens is None else max_new_tokens
-        allowed = capacity - wanted
+        allowed, room = max(0, capacity - wanted), capacity - input_tokens
         if input_tokens > allowed:
-            return (
+            remedies = [f"send at most {allowed} tokens"] if allowed else []
+            remedies += [f"ask for at most {room} tokens of answer"] if room > 0 else []
+            text = (
                 f"The prompt is {input_tokens} tokens and {wanted} for the answer are asked for, but the cache holds "
-                f"{capacity}: send at most {allowed} tokens, ask for a shorter answer, use a larger --context, or "
-                "overflow='window'."
-            ), allowed
-        return "", allowed
+                f"{capacity}: {', '.join([*remedies, 'use a larger --context'])}, or overflow='window'."
+            )
+            return text, allowed, input_tokens
+        return "", allowed, 0
     window = capacity - state.pinned
-    spans = pairwise((*turn_starts, input_tokens))
-    longest = max((stop - max(start, state.pinned) for start, stop in spans), default=0)
+    longest = _longest_new_turn(turn_starts, input_tokens, state)
     if longest > window:
-        return (
+        text = (
             f"One message is {longest} tokens, but the window behind the {state.pinned} pinned tokens holds "
             f"{window}: split the message, or load the model with a larger --context."
-        ), window
-    return "", input_tokens
+        )
+        return text, window, longest
+    return "", max(turn_starts[-1], state.pinned) + window if turn_starts else input_tokens, 0
+
+
+def _longest_new_turn(turn_starts: Sequence[int], input_tokens: int, state: Window) -> int:
+    """Tokens of the longest message that must be read whole. One that has begun to be read, such as the model's own last
+    answer, counts only with what is left of it."""
+    reused = state.length + state.evicted
+    spans = pairwise((*turn_starts, input_tokens))
+    sizes = (stop - max(start if start >= reused else reused, state.pinned) for start, stop in spans)
+    return max(sizes, default=0)
 
 
 def _turns_between(turn_starts: Sequence[int], input_tokens: int, first: int, last: int) -> tuple[int, ...]:
     """Indices of turns that have tokens in first .. last-1."""
     spans = enumerate(pairwise((*turn_starts, input_tokens)))
-    return tuple(index for index, (start, stop) in spans if start < last and stop > first)
+    return tuple(index for index, (start, stop) in spans if max(start, first) < min(stop, last))

@@ -213,3 +213,12 @@ def test_closed_means_closed(chat_model: ConvertedModel) -> None:
     runtime.close()
     with pytest.raises(edgekv.InvalidOption, match="closed"):
         runtime.chat(USER)
+
+
+def test_a_long_answer_does_not_block_the_next_turn(chat_model: ConvertedModel) -> None:
+    """An answer longer than the window has already left in part; it is not a message that must be read whole."""
+    with edgekv.load(chat_model.folder, memory="4GiB", context=128, overflow="window") as runtime:
+        session = runtime.session(max_new_tokens=300)
+        assert text_of(session.send("Talk"))
+        assert runtime.chat_state.timeline.window.evicted > 128
+        assert text_of(session.send("More"))
