@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from edgekv.errors import InvalidOption, MemoryBudgetError
+from edgekv.errors import InvalidOption, MemoryBudgetError, UnsupportedModel
 from edgekv.kv.spec import BITS, DEFAULT_SINKS, MIN_CAPACITY, Granularity, KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
 from edgekv.units import MIB, format_bytes
 
 CAPACITY_STEP = 64
 
-RUNTIME_BYTES = 114 * MIB
-"""Python with edgekv's packages (57 MiB) and an ONNX Runtime session apart from its weights. Measured 2026-11-29 on
-Linux x86-64 with onnxruntime 1.32.0: 106 to 119 MiB over five combinations of weights, dtype and capacity."""
+RUNTIME_BYTES = 138 * MIB
+"""Python with edgekv's packages (57 MiB) and an ONNX Runtime session apart from its weights, once most of a vocabulary has
+been looked up. Measured 2026-11-29 on Linux x86-64 with onnxruntime 1.32.0, capacities 2048 and 8192: 131 MiB (INT8) and
+139 MiB (float) after English prose, 142 and 150 MiB after ids from the whole vocabulary, 117 MiB after one short text."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class PlanRequest:
     stride: int | None = None
     chunk: int = 128  # tokens of one prefill run
     runtime_bytes: int = RUNTIME_BYTES
+
+    def __post_init__(self) -> None:
+        KVSpec(MIN_CAPACITY, self.dtype, self.granularity, sinks=0)  # refuses what is no dtype or granularity
 
 
 @dataclass(frozen=True)
@@ -109,16 +113,22 @@ def make_plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, budge
     Raises:
         MemoryBudgetError: not even the smallest useful cache fits, or not the context asked for; says what would help.
         InvalidOption: an impossible context, or more sinks than fit.
+        UnsupportedModel: the model's own context is too short for any cache.
     """
+    if spec.max_context < MIN_CAPACITY:
+        raise UnsupportedModel(
+            f"The model's own context is {spec.max_context} tokens; at least {MIN_CAPACITY} are needed to chat."
+        )
     if request.context is not None:
         if request.context > spec.max_context:
             raise InvalidOption(
                 f"A context of {request.context} tokens is more than the model's own: "
                 f"ask for at most {spec.max_context}."
             )
-        plan = _plan(spec, footprint, request, request.context, budget_bytes)
+        capacity = request.context
     else:
-        plan = _plan(spec, footprint, request, largest_capacity(spec, footprint, request, budget_bytes), budget_bytes)
+        capacity = largest_capacity(spec, footprint, request, budget_bytes)
+    plan = _plan(spec, footprint, request, capacity, budget_bytes)
     if not plan.fits:
         raise MemoryBudgetError(_refusal(plan, footprint, request))
     return plan
@@ -129,8 +139,8 @@ def largest_capacity(spec: ModelSpec, footprint: Footprint, request: PlanRequest
     most = max(spec.max_context // CAPACITY_STEP, 1) * CAPACITY_STEP
     if budget_bytes is None:
         return most
-    fixed = _plan(spec, footprint, request, MIN_CAPACITY, None).total_bytes
-    step = _plan(spec, footprint, request, MIN_CAPACITY + CAPACITY_STEP, None).total_bytes - fixed
+    fixed = _total(spec, footprint, request, MIN_CAPACITY)
+    step = _total(spec, footprint, request, MIN_CAPACITY + CAPACITY_STEP) - fixed
     steps = max(0, (budget_bytes - fixed) // step)
     return min(most, MIN_CAPACITY + steps * CAPACITY_STEP)
 
@@ -138,6 +148,14 @@ def largest_capacity(spec: ModelSpec, footprint: Footprint, request: PlanRequest
 def _plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int, budget_bytes: int | None) -> Plan:
     sinks = min(DEFAULT_SINKS, capacity // 4) if request.sinks is None else request.sinks
     kv = KVSpec(capacity, request.dtype, request.granularity, sinks, request.stride or 0)
+    return Plan(spec, kv, _lines(spec, footprint, request, capacity), budget_bytes)
+
+
+def _total(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int) -> int:
+    return sum(line.size_bytes for line in _lines(spec, footprint, request, capacity))
+
+
+def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int) -> tuple[PlanLine, ...]:
     half = spec.head_dim // 2
     chunk, estimated = request.chunk, "" if footprint.exact else " (estimated)"
     lines = (
@@ -146,10 +164,10 @@ def _plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity:
             "tied embedding", footprint.tied_bytes, f"V E = {spec.vocab_size} x {spec.hidden_size}, mapped for lookup"
         ),
         PlanLine(
-            f"cache ({kv.dtype})",
-            cache_bytes(spec, kv.dtype, capacity),
+            f"cache ({request.dtype})",
+            cache_bytes(spec, request.dtype, capacity),
             f"2 L K C D = 2 x {spec.num_layers} x {spec.num_kv_heads} x {capacity} x {spec.head_dim}"
-            f" of {BITS[kv.dtype]} bits",
+            f" of {BITS[request.dtype]} bits",
         ),
         PlanLine("cache scales", 8 * spec.num_layers * spec.num_kv_heads * spec.head_dim, "2 L K D x 4 bytes"),
         PlanLine("RoPE tables", 32 * capacity * half, "C D/2 x (2 x 4 bytes + 3 x 8 while they are made)"),
@@ -161,21 +179,28 @@ def _plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity:
         ),
         PlanLine("runtime", request.runtime_bytes, "Python, ONNX Runtime, session (measured)"),
     )
-    return Plan(spec, kv, tuple(line for line in lines if line.size_bytes), budget_bytes)
+    return tuple(line for line in lines if line.size_bytes)
 
 
 def _refusal(plan: Plan, footprint: Footprint, request: PlanRequest) -> str:
     table = "; ".join(f"{line.name} {format_bytes(line.size_bytes)}" for line in plan.lines)
     budget = plan.budget_bytes or 0
-    fitting = largest_capacity(plan.spec, footprint, replace(request, context=None), budget)
-    smaller = _plan(plan.spec, footprint, request, fitting, budget)
-    first = f"use --context {fitting}" if smaller.fits else f"give at least --memory {_needed(smaller)}"
-    other = "use --kv-dtype int8" if BITS[request.dtype] > 8 else "use a smaller model"
+    remedies = [f"give at least --memory {-(-plan.total_bytes // MIB)}MiB"]
+    fitting = largest_capacity(plan.spec, footprint, request, budget)
+    if _works(plan, footprint, request, fitting):
+        remedies.insert(0, f"use --context {fitting}")
+    smaller_cache = replace(request, dtype="int8")
+    if BITS[request.dtype] > 8 and _works(plan, footprint, smaller_cache, plan.kv.capacity):
+        remedies.append("use --kv-dtype int8")
     return (
         f"A cache of {plan.kv.capacity} tokens needs {format_bytes(plan.total_bytes)}, but the budget is "
-        f"{format_bytes(budget)} ({table}): {first}, {other}, or close other programs."
+        f"{format_bytes(budget)} ({table}): {', '.join(remedies)}, use a smaller model, or close other programs."
     )
 
 
-def _needed(plan: Plan) -> str:
-    return f"{-(-plan.total_bytes // MIB)}MiB"
+def _works(plan: Plan, footprint: Footprint, request: PlanRequest, capacity: int) -> bool:
+    """Whether this request with this capacity would be accepted."""
+    try:
+        return _plan(plan.spec, footprint, request, capacity, plan.budget_bytes).fits
+    except InvalidOption:  # the sinks or the stride asked for do not fit so small a cache
+        return False

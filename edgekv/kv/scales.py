@@ -8,6 +8,7 @@ assumed.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -64,6 +65,7 @@ class KVScales:
             ("dtype", self.dtype, dtype),
             ("granularity", self.granularity, granularity),
             ("shape", self.k.shape, shape),
+            ("shape", self.v.shape, shape),
         ):
             if found != wanted:
                 raise ScalesError(
@@ -100,6 +102,7 @@ def write_scales(path: Path, scales: KVScales) -> None:
         "dtype": scales.dtype,
         "granularity": scales.granularity,
         "divisor": str(LIMIT[scales.dtype]),
+        "sha256": _digest(scales.k, scales.v),
         **provenance,
     }
     with atomic_file(path) as part:
@@ -126,12 +129,19 @@ def read_scales(path: Path) -> KVScales:
     if metadata.get("format") != "edgekv-kv-scales" or metadata.get("format_version") != FORMAT_VERSION:
         raise ScalesError(f"{path} is not a KV scales file of format version {FORMAT_VERSION}.")
     _check_values(path, k, v)
+    if metadata.get("sha256", _digest(k, v)) != _digest(k, v):
+        raise ScalesError(f"{path} is damaged (its hash does not fit): make it again with `edgekv calibrate`.")
     try:
         return _from_metadata(k, v, metadata)
     except (KeyError, ValueError) as error:
         raise ScalesError(
             f"{path} does not say what it scales ({error}): make it again with `edgekv calibrate`."
         ) from None
+
+
+def _digest(k: Float32, v: Float32) -> str:
+    """The SHA-256 of the numbers; a file without one is accepted, one with another is not."""
+    return hashlib.sha256(k.tobytes() + v.tobytes()).hexdigest()
 
 
 def _check_values(path: Path, k: Float32, v: Float32) -> None:

@@ -156,8 +156,8 @@ class StepBuffers:
 
     @property
     def finite(self) -> bool:
-        """Whether the last run's hidden states, and so its keys and values, were all finite."""
-        return bool(np.isfinite(self._check.item()))
+        """Whether the last run's hidden states and logits were all finite (a sum is not finite if a term is not)."""
+        return bool(np.isfinite(self._check.item()) and np.isfinite(self._logits.sum()))
 
     def _bind_lengths(self) -> None:
         for name, array in (("seqlens_k", self._last), ("total", self._total)):

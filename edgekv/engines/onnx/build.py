@@ -9,6 +9,16 @@ output projection, residual + norm (one operator), gate, up, SiLU, down. Choices
 * SiLU is QuickGelu with alpha 1: one operator instead of two.
 * Embedding and head of a tied model are one block of bytes in the data file, read by GatherBlockQuantized and
   MatMulNBits, whose 8-bit and 4-bit layouts agree.
+* Act-order (GPTQ, compressed-tensors) is a permutation of a layer's input columns. That of `down` is folded into the
+  rows of `gate` and `up`, which is free. The inputs of the others cannot be permuted beforehand: the norm's output also
+  feeds the residual stream's next norm, and attention mixes channels by head, which query heads share. They get a
+  Gather; Q, K and V have the same order in practice (one Hessian) and share it.
+* Q, K and V that cannot be packed (different orders, kinds, or blocks across two of them) run one by one and are joined
+  by a Concat, which copies one row a token.
+* bitsandbytes weights go to MatMulBnb4. It unpacks the whole matrix at each call: 1536x576 takes 0.25 to 0.46 ms where
+  8-bit MatMulNBits takes 0.03, 8960x1536 takes 13 to 21 ms and 0.34 (2 cores, onnxruntime 1.32.0).
+* A layer that the publisher left in float is a MatMul. An embedding or head left so is a SplitWeight: the two 8-bit
+  matrices lie side by side, [V, 2 E]; the head's input is repeated, the embedding's two halves are added.
 * accuracy_level is 4 (int8 activations inside MatMulNBits): level 0 runs at 1.6 tokens/s, level 1 five times slower.
 
 Operators: com.microsoft domain of ONNX Runtime's contrib operators, opset 21.
@@ -17,7 +27,7 @@ Operators: com.microsoft domain of ONNX Runtime's contrib operators, opset 21.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +37,20 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.spec import ModelSpec
-from edgekv.weights.base import BlockWeight, Codes, WeightSource, stack_rows
+from edgekv.weights.base import (
+    BlockWeight,
+    Bnb4Weight,
+    Codes,
+    Float32,
+    Held,
+    Matrix,
+    Order,
+    SplitWeight,
+    WeightSource,
+    same_order,
+    stack_bnb4,
+    stack_rows,
+)
 
 OPSET = 21
 IR_VERSION = 10
@@ -35,13 +58,19 @@ _ALIGNMENT = 4096  # so that ONNX Runtime can map a tensor instead of copying it
 _INLINE_BYTES = 4096  # smaller tensors stay inside the graph file
 
 _STANDARD_DOMAIN = (
+    "Add",
+    "Concat",
     "Gather",
+    "MatMul",
     "Mul",
     "ReduceSum",
     "SimplifiedLayerNormalization",
-)  # the last by ONNX Runtime's own convention
+    "Split",
+)  # the last but one by ONNX Runtime's own convention
 
-Matrices = Callable[[str], BlockWeight]
+_BNB_TYPES = {"fp4": 0, "nf4": 1}
+
+Matrices = Callable[[str], Held]
 
 
 @dataclass
@@ -64,12 +93,14 @@ class DataFile:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A linear layer whose tensors are stored: their names, its shape [N, K] and its block layout."""
+    """A linear layer whose tensors are stored: the operator that multiplies by it, and what its input needs first."""
 
+    kind: str
     names: list[str]
-    shape: tuple[int, int]
-    bits: int
-    group: int
+    attributes: dict[str, int]
+    order: Order | None = None  # of the input's columns
+    repeat: bool = False  # the input twice, side by side
+    bias: str = ""  # added by an operator of its own
 
 
 @dataclass
@@ -83,6 +114,7 @@ class _Graph:
     initializers: list[onnx.TensorProto] = field(default_factory=list)
     inputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
+    ordered: dict[tuple[str, bytes], str] = field(default_factory=dict)  # input and order -> the Gather's output
 
     def node(self, kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> str:
         domain = "" if kind in _STANDARD_DOMAIN else "com.microsoft"
@@ -92,7 +124,9 @@ class _Graph:
     def constant(self, name: str, array: np.ndarray[Any, Any]) -> str:
         """Store a tensor. Numbers that are not finite are refused here: int8 activations would hide them later."""
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise BadCheckpoint(f"{name} holds numbers that are not finite: the checkpoint is damaged, download it again.")
+            raise BadCheckpoint(
+                f"{name} holds numbers that are not finite: the checkpoint is damaged, download it again."
+            )
         if array.nbytes <= _INLINE_BYTES:
             self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         else:
@@ -140,7 +174,7 @@ def build(
 
     Args:
         source: norms, biases and the spec.
-        matrix: gives a linear layer by name as integers, at the precision to hold it in.
+        matrix: gives a linear layer by name, as it is to be held.
         data_path: the external data file to write; it must not exist.
 
     Raises:
@@ -190,7 +224,9 @@ def _declare_inputs(graph: _Graph) -> None:
 
 def _embedding(graph: _Graph, matrix: Matrices) -> tuple[str, _Linear]:
     """The first hidden state, and the same bytes as an output head."""
-    weight = matrix("embed")
+    held = matrix("embed")
+    weight = held.side_by_side() if isinstance(held, SplitWeight) else held
+    assert isinstance(weight, BlockWeight)  # as every embedding is held
     codes = pack_codes(weight)
     place = graph.data.append(codes)
     names = [graph.external("embed.codes", (len(codes), codes[0].size), TensorProto.UINT8, place), "ids"]
@@ -201,15 +237,20 @@ def _embedding(graph: _Graph, matrix: Matrices) -> tuple[str, _Linear]:
     graph.node(
         "GatherBlockQuantized",
         names,
-        ["hidden"],
+        ["hidden" if held is weight else "hidden.halves"],
         bits=weight.bits,
         block_size=weight.group,
         gather_axis=0,
         quantize_axis=1,
     )
+    if held is not weight:
+        halves = ["hidden.high", "hidden.low"]
+        graph.node("Split", ["hidden.halves"], halves, axis=-1, num_outputs=2)
+        graph.node("Add", halves, ["hidden"])
     if graph.spec.tied_embeddings:
         graph.external("head.codes", codes.shape, TensorProto.UINT8, place)
-    return "hidden", _Linear(["head.codes", *names[2:]], weight.shape, weight.bits, weight.group)
+    names = ["head.codes", *names[2:]]
+    return "hidden", _Linear("MatMulNBits", names, _nbits(graph, weight), repeat=held is not weight)
 
 
 def _layer(
@@ -217,17 +258,17 @@ def _layer(
 ) -> tuple[str, str]:
     """One decoder layer; returns the next layer's normed input and the residual stream."""
     spec = graph.spec
-    qkv = stack_rows([matrix(f"{layer}.{part}") for part in "qkv"])
     bias = np.concatenate([source.vector(f"{layer}.{part}.bias") for part in "qkv"]) if spec.qkv_bias else None
-    packed = _linear(graph, f"{layer}.qkv", qkv, normed, bias)
+    packed = _joined(graph, f"{layer}.qkv", {part: matrix(f"{layer}.{part}") for part in "qkv"}, normed, bias)
     attended = _attention(graph, layer, packed)
     projected = _linear(graph, f"{layer}.o", matrix(f"{layer}.o"), attended)
     normed, hidden = _add_norm(graph, f"{layer}.ffn", projected, hidden, source.vector(f"{layer}.ffn_norm"))
-    gate = _linear(graph, f"{layer}.gate", matrix(f"{layer}.gate"), normed)
-    up = _linear(graph, f"{layer}.up", matrix(f"{layer}.up"), normed)
+    linear, order = _without_order(_store(graph, f"{layer}.down", matrix(f"{layer}.down")))
+    gate = _linear(graph, f"{layer}.gate", _take_rows(matrix(f"{layer}.gate"), order), normed)
+    up = _linear(graph, f"{layer}.up", _take_rows(matrix(f"{layer}.up"), order), normed)
     gated = graph.node("QuickGelu", [gate], [f"{layer}.silu"], alpha=1.0)
     product = graph.node("Mul", [gated, up], [f"{layer}.gated"])
-    down = _linear(graph, f"{layer}.down", matrix(f"{layer}.down"), product)
+    down = _matmul(graph, linear, product, f"{layer}.down.out")
     last = layer + 1 == spec.num_layers
     gain = source.vector("norm") if last else source.vector(f"{layer + 1}.attn_norm")
     return _add_norm(graph, f"{layer + 1}.attn", down, hidden, gain)
@@ -265,29 +306,96 @@ def _head(graph: _Graph, matrix: Matrices, normed: str, tied: _Linear) -> None:
     graph.output("logits", TensorProto.FLOAT, [1, "R", graph.spec.vocab_size])
 
 
-def _store(graph: _Graph, name: str, weight: BlockWeight, bias: np.ndarray[Any, Any] | None = None) -> _Linear:
+def _store(graph: _Graph, name: str, weight: Held, bias: Float32 | None = None) -> _Linear:
+    """Write a layer's tensors."""
+    if isinstance(weight, BlockWeight):
+        return _store_blocks(graph, name, weight, bias)
+    if isinstance(weight, SplitWeight):
+        return replace(_store_blocks(graph, name, weight.side_by_side(), bias), repeat=True)
+    bias_name = "" if bias is None else graph.constant(f"{name}.bias", bias)
+    if isinstance(weight, Bnb4Weight):
+        names = [graph.constant(f"{name}.codes", weight.packed), graph.constant(f"{name}.absmax", weight.absmax)]
+        rows, columns = weight.shape
+        attributes = {"N": rows, "K": columns, "block_size": weight.block, "quant_type": _BNB_TYPES[weight.kind]}
+        return _Linear("MatMulBnb4", names, attributes, bias=bias_name)
+    return _Linear("MatMul", [graph.constant(f"{name}.weight", weight.T)], {}, bias=bias_name)
+
+
+def _store_blocks(graph: _Graph, name: str, weight: BlockWeight, bias: Float32 | None) -> _Linear:
     names = [graph.constant(f"{name}.codes", pack_codes(weight)), graph.constant(f"{name}.scales", weight.scales)]
     zeros = pack_zeros(weight)
     if zeros is not None:
         names.append(graph.constant(f"{name}.zeros", zeros))
     if bias is not None:
         names += [""] * (4 - len(names)) + [graph.constant(f"{name}.bias", bias)]
-    return _Linear(names, weight.shape, weight.bits, weight.group)
+    return _Linear("MatMulNBits", names, _nbits(graph, weight), weight.order)
+
+
+def _nbits(graph: _Graph, weight: BlockWeight) -> dict[str, int]:
+    rows, columns = weight.shape
+    layout = {"N": rows, "K": columns, "bits": weight.bits, "block_size": weight.group}
+    return layout | {"accuracy_level": graph.accuracy_level}
+
+
+def _without_order(linear: _Linear) -> tuple[_Linear, Order | None]:
+    """The layer for an input that is already in its order, and that order."""
+    return replace(linear, order=None), linear.order
+
+
+def _take_rows(weight: Held, rows: Order | None) -> Held:
+    """The layer with its outputs in another order; exact. None: as they are."""
+    if rows is None:
+        return weight
+    if isinstance(weight, BlockWeight):
+        return weight.take_rows(rows)
+    if isinstance(weight, SplitWeight):
+        return SplitWeight(weight.high.take_rows(rows), weight.low.take_rows(rows))
+    return (weight.dequantize() if isinstance(weight, Bnb4Weight) else weight)[rows]
 
 
 def _matmul(graph: _Graph, linear: _Linear, x: str, output: str) -> str:
-    rows, columns = linear.shape
-    return graph.node(
-        "MatMulNBits",
-        [x, *linear.names],
-        [output],
-        N=rows,
-        K=columns,
-        bits=linear.bits,
-        block_size=linear.group,
-        accuracy_level=graph.accuracy_level,
-    )
+    if linear.order is not None:
+        x = _reorder(graph, x, linear.order)
+    if linear.repeat:
+        x = graph.node("Concat", [x, x], [f"{output}.in"], axis=-1)
+    if not linear.bias:
+        return graph.node(linear.kind, [x, *linear.names], [output], **linear.attributes)
+    product = graph.node(linear.kind, [x, *linear.names], [f"{output}.product"], **linear.attributes)
+    return graph.node("Add", [product, linear.bias], [output])
 
 
-def _linear(graph: _Graph, name: str, weight: BlockWeight, x: str, bias: np.ndarray[Any, Any] | None = None) -> str:
+def _reorder(graph: _Graph, x: str, order: Order) -> str:
+    """The columns of x in another order, made once for all layers that want the same."""
+    key = (x, order.tobytes())
+    if key not in graph.ordered:
+        name = f"{x}.ordered{sum(source == x for source, _ in graph.ordered)}"
+        indices = graph.constant(f"{name}.indices", order.astype(np.int64))
+        graph.ordered[key] = graph.node("Gather", [x, indices], [name], axis=-1)
+    return graph.ordered[key]
+
+
+def _linear(graph: _Graph, name: str, weight: Held, x: str, bias: Float32 | None = None) -> str:
     return _matmul(graph, _store(graph, name, weight, bias), x, f"{name}.out")
+
+
+def _joined(graph: _Graph, name: str, parts: dict[str, Held], x: str, bias: Float32 | None) -> str:
+    """Layers with the same input, their outputs side by side: one operator where they can be packed."""
+    packed = _packed(list(parts.values()))
+    if packed is not None:
+        return _linear(graph, name, packed, x, bias)
+    outputs = [_linear(graph, f"{name}.{part}", weight, x) for part, weight in parts.items()]
+    if bias is None:
+        return graph.node("Concat", outputs, [f"{name}.out"], axis=-1)
+    joined = graph.node("Concat", outputs, [f"{name}.product"], axis=-1)
+    return graph.node("Add", [joined, graph.constant(f"{name}.bias", bias)], [f"{name}.out"])
+
+
+def _packed(parts: list[Held]) -> Matrix | None:
+    blocks = [part for part in parts if isinstance(part, BlockWeight)]
+    tables = [part for part in parts if isinstance(part, Bnb4Weight)]
+    floats = [part for part in parts if isinstance(part, np.ndarray)]
+    if len(blocks) == len(parts):
+        return stack_rows(blocks) if same_order(blocks) else None
+    if len(tables) == len(parts):
+        return stack_bnb4(tables)
+    return np.concatenate(floats) if len(floats) == len(parts) else None
