@@ -22,10 +22,11 @@ _CHUNK = 4 * MIB
 
 _ROOM = "Free some space there, or choose another place."
 _RIGHTS = "Choose a place that you may write to."
+_OTHER = "Choose another place."
 _REMEDIES = {
     errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EFBIG: _ROOM,
     errno.EROFS: _RIGHTS, errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS,
-    errno.ENOTDIR: _RIGHTS, errno.EISDIR: _RIGHTS, errno.EEXIST: _RIGHTS, errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.ENOTDIR: _OTHER, errno.EISDIR: _OTHER, errno.EEXIST: _OTHER, errno.ENAMETOOLONG: "Choose a shorter name.",
 }  # fmt: skip
 """What to do about each error that is the disk's or the user's doing; any other is passed on."""
 
@@ -88,12 +89,20 @@ def _storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        if error.errno not in _REMEDIES:
+        if error.errno not in _REMEDIES or not _concerns(error, path):
             raise
         raise StorageError(
             f"Could not write {path}: {error.strerror} ({_free_space(path)}); nothing was changed. "
             f"{_REMEDIES[error.errno]}"
         ) from None
+
+
+def _concerns(error: OSError, path: Path) -> bool:
+    """Whether the error is about what is written, and not about a file that was read meanwhile."""
+    if not isinstance(error.filename, str):
+        return True
+    named = Path(error.filename)
+    return path.is_relative_to(named) or named.is_relative_to(path.parent)
 
 
 def _replace_directory(part: Path, path: Path) -> None:

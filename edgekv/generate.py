@@ -111,9 +111,17 @@ class Timeline:
         pinned = max(pinned, self.engine.kv.sinks)
         fresh = Window(state.capacity, state.stride, min(pinned, state.capacity - state.stride))
         kept = _common_prefix(self.tokens, tokens[:-1])  # the last token must run, for its logits
-        if state.evicted and (pinned != self._pinned or kept < self._pinned + state.evicted):
+        if state.evicted and (pinned != self._pinned or self._thinned_out(len(tokens), kept, state)):
             return fresh
         return replace(fresh, length=kept - state.evicted, evicted=state.evicted)
+
+    def _thinned_out(self, prompt: int, kept: int, state: Window) -> bool:
+        """Whether reading the prompt afresh is better than going on with what evictions and an edit have left of it:
+        where all of it fits, or the cache would be less than half full."""
+        if prompt <= state.capacity:
+            return True
+        half = state.pinned + state.evicted + (state.capacity - state.pinned) // 2
+        return kept <= state.pinned + state.evicted or kept < min(half, len(self.tokens))
 
     def rewind(self, tokens: Sequence[int], pinned: int) -> int:
         """Keep the longest prefix shared with `tokens`, forget the rest, pin `pinned` tokens; returns its length."""
@@ -192,6 +200,7 @@ class _Answer:
 
     def __init__(self, timeline: Timeline, tokenizer: Tokenizer, request: Request, sampling: SamplingOptions) -> None:
         self._timeline, self._request, self._sampling = timeline, request, sampling
+        self._tokenizer = tokenizer
         self._detokenizer = StreamDetokenizer(tokenizer, sampling.stop)
         self._sampler = Sampler(sampling)
         self._started = time.perf_counter()
@@ -225,10 +234,19 @@ class _Answer:
     def settle(self) -> None:
         """Leave in the cache the prompt and those tokens of the answer that were given out as text."""
         self._usage = replace(self._usage, output_tokens=len(self._output), decode_s=self._decode_s())
-        shown = len(self._request.tokens) + self._detokenizer.shown_tokens
-        held = self._timeline.window
-        if held.length + held.evicted > shown:
-            self._timeline.truncate(shown)
+        window, prompt = self._timeline.window, len(self._request.tokens)
+        held = window.length + window.evicted
+        if held > prompt:
+            shown = self._shown_tokens(held - prompt)
+            if held > prompt + shown:
+                self._timeline.truncate(prompt + shown)
+
+    def _shown_tokens(self, held: int) -> int:
+        """Of the answer's tokens in the cache, how many stand for text that was given out, and for nothing more."""
+        count = min(held, self._detokenizer.shown_tokens)
+        while not self._detokenizer.shown.startswith(self._tokenizer.decode(self._output[:count])):
+            count -= 1
+        return count
 
     def finished(self) -> Finished:
         return Finished(self._detokenizer.shown, self._reason, self._usage)

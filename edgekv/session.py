@@ -56,12 +56,18 @@ class EncodedPrompt:
 
     encoded: EncodedText
     turn_starts: tuple[int, ...] = ()  # token at which each message's turn begins
+    answer_start: int | None = None  # token at which the answer's turn begins
     pinned: int = 0  # tokens of BOS and system prompt
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The tokens."""
         return self.encoded.ids
+
+    @property
+    def all_starts(self) -> tuple[int, ...]:
+        """Every token at which an eviction may end on a turn's border: also the answer's, as in the next prompt."""
+        return self.turn_starts if self.answer_start is None else (*self.turn_starts, self.answer_start)
 
 
 class Chat:
@@ -134,7 +140,8 @@ class Chat:
         starts = (*known.starts, *(len(known.text) + start for start in tail.starts))
         whole = EncodedText(prompt.text, (*known.ids, *tail.ids), starts)
         turn_starts = tuple(whole.token_at(offset) for offset in prompt.turn_offsets)
-        return EncodedPrompt(whole, turn_starts, whole.token_at(prompt.pinned_chars))
+        answer_start = whole.token_at(prompt.answer_offset)
+        return EncodedPrompt(whole, turn_starts, answer_start, whole.token_at(prompt.pinned_chars))
 
     def _check(self, encoded: EncodedPrompt, sampling: SamplingOptions, overflow: Overflow) -> LengthReport:
         kv = self.timeline.engine.kv
@@ -144,6 +151,7 @@ class Chat:
         return check_lengths(
             input_tokens=len(encoded.ids),
             turn_starts=encoded.turn_starts,
+            answer_start=encoded.answer_start,
             state=state,
             max_pinned=kv.max_pinned,
             max_new_tokens=sampling.max_new_tokens,
@@ -157,7 +165,7 @@ class Chat:
             room = None if report.max_new_tokens else capacity
         return Request(
             tokens=encoded.ids,
-            turn_starts=encoded.turn_starts,
+            turn_starts=encoded.all_starts,
             pinned=encoded.pinned,
             eos_ids=frozenset(self.timeline.engine.spec.eos_ids),
             room=room,

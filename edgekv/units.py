@@ -21,7 +21,9 @@ def parse_bytes(text: str | int) -> int:
     match = _PATTERN.fullmatch(str(text))
     size = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
     if not 1 <= size < 1 << 60:
-        raise InvalidOption(f"{str(text)[:40]!r} is not a size in bytes: write it as 4GiB, 512MiB or a positive number.")
+        raise InvalidOption(
+            f"{str(text)[:40]!r} is not a size in bytes: write it as 4GiB, 512MiB or a positive number."
+        )
     return int(size)
 
 

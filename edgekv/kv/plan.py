@@ -24,9 +24,10 @@ from edgekv.units import MIB, format_bytes
 CAPACITY_STEP = 64
 
 RUNTIME_BYTES = 138 * MIB
-"""Python with edgekv's packages (57 MiB) and an ONNX Runtime session apart from its weights, once most of a vocabulary has
-been looked up. Measured 2026-11-29 on Linux x86-64 with onnxruntime 1.32.0, capacities 2048 and 8192: 131 MiB (INT8) and
-139 MiB (float) after English prose, 142 and 150 MiB after ids from the whole vocabulary, 117 MiB after one short text."""
+"""Python with edgekv's packages (57 MiB) and an ONNX Runtime session apart from its weights, once most of a vocabulary
+has been looked up. Measured 2026-11-29 on Linux x86-64 with onnxruntime 1.32.0 at capacities 2048 and 8192: 131 MiB
+(INT8) and 139 MiB (float) after English prose, 142 and 150 MiB after ids from the whole vocabulary, 117 MiB after one
+short text."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from edgekv.errors import BadCheckpoint, ModelNotFound
 from edgekv.files import atomic_file
@@ -93,7 +93,7 @@ def open_converted(folder: Path) -> ConvertedModel:
     path = folder / DESCRIPTION
     try:
         description = _parse(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path} cannot be read ({error}): convert the model again.") from None
     data = folder / DATA
     size = data.stat().st_size if data.exists() else 0
@@ -101,6 +101,9 @@ def open_converted(folder: Path) -> ConvertedModel:
         raise BadCheckpoint(
             f"{data} has {size:,} bytes instead of {description.weight_bytes:,}: convert the model again."
         )
+    for name in (GRAPH, TOKENIZER):
+        if not (folder / name).is_file():
+            raise BadCheckpoint(f"{folder} has no {name}: convert the model again.")
     return ConvertedModel(folder, description)
 
 
@@ -109,6 +112,9 @@ def _parse(data: dict[str, Any]) -> Description:
     if version != FORMAT_VERSION:
         raise ValueError(f"format version {version}, this edgekv reads {FORMAT_VERSION}")
     description = Description(**(data | {"spec": ModelSpec.from_json(data["spec"])}))
+    for name, hint in get_type_hints(Description).items():
+        if not isinstance(getattr(description, name), get_origin(hint) or hint):
+            raise TypeError(f"{name} is {getattr(description, name)!r}")
     if description.fingerprint != fingerprint:
         raise ValueError("its fingerprint does not fit its fields")
     return description

@@ -45,7 +45,6 @@ def spec_from_config(config: Config, generation: Config | None = None) -> ModelS
     if not isinstance(family, str) or family not in FAMILIES:
         raise UnsupportedModel(f"The config's model_type is {family!r}; edgekv runs {', '.join(FAMILIES)}.")
     _expect(config, "hidden_act", "silu")
-    _expect(config, "quantization_config", None)
     extra = FAMILIES[family](config)
     heads, hidden = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
     return ModelSpec(
@@ -58,10 +57,10 @@ def spec_from_config(config: Config, generation: Config | None = None) -> ModelS
         head_dim=_integer(config, "head_dim", hidden // heads if heads > 0 else 0),
         vocab_size=_integer(config, "vocab_size"),
         max_context=_integer(config, "max_position_embeddings"),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_eps=_number(config, "rms_norm_eps", 1e-6),
         rope=rope_from_config(config),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        bos_id=_first(config.get("bos_token_id")),
+        tied_embeddings=_flag(config, "tie_word_embeddings"),
+        bos_id=next(iter(_token_ids(config, "bos_token_id")), None),
         eos_ids=_eos_ids(config, generation or {}),
         **extra,
     )
@@ -72,22 +71,28 @@ def rope_from_config(config: Config) -> RopeSpec:
     scaling: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise BadCheckpoint(f"The config's rope_parameters is {scaling!r}, not a table of fields.")
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise UnsupportedModel("The config's rope_parameters differ between layers, which edgekv does not run.")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = float(scaling.get("rope_theta", config.get("rope_theta", 10_000.0)))
-    if float(config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModel("The config's partial_rotary_factor is not 1, which edgekv does not run.")
+    theta = _number(scaling, "rope_theta", _number(config, "rope_theta", 10_000.0))
+    for table in (config, scaling):
+        if _number(table, "partial_rotary_factor", 1.0) != 1.0:
+            raise UnsupportedModel("The config's partial_rotary_factor is not 1, which edgekv does not run.")
     if kind == "default":
         return RopeSpec(theta=theta)
     if kind == "linear":
-        return RopeSpec(theta=theta, kind="linear", factor=float(scaling["factor"]))
+        return RopeSpec(theta=theta, kind="linear", factor=_number(scaling, "factor"))
     if kind == "llama3":
+        low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+        if low >= high:
+            raise BadCheckpoint(f"The config's low_freq_factor is {low}, which is not below high_freq_factor, {high}.")
         return RopeSpec(
             theta=theta,
             kind="llama3",
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position=int(scaling["original_max_position_embeddings"]),
+            factor=_number(scaling, "factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_position=_integer(scaling, "original_max_position_embeddings"),
         )
     raise UnsupportedModel(f"The config's rope type is {kind!r}; edgekv runs default, linear and llama3.")
 
@@ -107,16 +112,31 @@ def _integer(config: Config, field: str, *default: int) -> int:
     return value
 
 
-def _first(value: Any) -> int | None:
-    if isinstance(value, list):
-        return int(value[0]) if value else None
-    return None if value is None else int(value)
+def _number(config: Config, field: str, *default: float) -> float:
+    value = config.get(field)
+    if value is None and default:
+        return default[0]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+        raise BadCheckpoint(f"The config's {field} is {value!r}; it must be a positive number.")
+    return float(value)
+
+
+def _flag(config: Config, field: str) -> bool:
+    value = config.get(field)
+    if value not in (None, True, False):
+        raise BadCheckpoint(f"The config's {field} is {value!r}; it must be true or false.")
+    return bool(value)
+
+
+def _token_ids(config: Config, field: str) -> list[int]:
+    """A token id, a list of them, or nothing, as a list."""
+    value = config.get(field)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise BadCheckpoint(f"The config's {field} is {value!r}; it must be a token id or a list of them.")
+    return list(ids)
 
 
 def _eos_ids(*configs: Config) -> tuple[int, ...]:
     """The union of every place that names end-of-text ids (case C21)."""
-    found: set[int] = set()
-    for config in configs:
-        value = config.get("eos_token_id")
-        found.update([] if value is None else value if isinstance(value, list) else [value])
-    return tuple(sorted(found))
+    return tuple(sorted({token for config in configs for token in _token_ids(config, "eos_token_id")}))

@@ -67,6 +67,7 @@ def check_lengths(
     max_pinned: int,
     max_new_tokens: int | None,
     overflow: Overflow,
+    answer_start: int | None = None,
 ) -> LengthReport:
     """Work out what a prompt would do to the cache.
 
@@ -75,6 +76,7 @@ def check_lengths(
         state: the cache after everything reusable was kept and the rest forgotten; `state.pinned` is what the prompt
             wants pinned. Its reusable tokens are length + evicted.
         max_pinned: the most tokens that may be pinned.
+        answer_start: token at which the answer's turn begins, if the prompt has one.
 
     Raises:
         InvalidOption: an unknown overflow policy.
@@ -82,7 +84,8 @@ def check_lengths(
     if overflow not in OVERFLOWS:
         raise InvalidOption(f"Unknown overflow policy {overflow!r}: choose {' or '.join(OVERFLOWS)}.")
     reused = state.length + state.evicted
-    starts = tuple(start for start in turn_starts if start >= state.pinned)
+    borders = turn_starts if answer_start is None else (*turn_starts, answer_start)
+    starts = tuple(start for start in borders if start >= state.pinned)
     problem, max_allowed, too_long = _problem(input_tokens, turn_starts, state, max_pinned, max_new_tokens, overflow)
     before = answer = state
     if not problem:
@@ -142,12 +145,14 @@ def _problem(
             f"{window}: split the message, or load the model with a larger --context."
         )
         return text, window, longest
-    return "", max(turn_starts[-1], state.pinned) + window if turn_starts else input_tokens, 0
+    if not turn_starts:
+        return "", input_tokens, 0
+    return "", max(turn_starts[-1], state.length + state.evicted, state.pinned) + window, 0
 
 
 def _longest_new_turn(turn_starts: Sequence[int], input_tokens: int, state: Window) -> int:
-    """Tokens of the longest message that must be read whole. One that has begun to be read, such as the model's own last
-    answer, counts only with what is left of it."""
+    """Tokens of the longest message that must be read whole. One that has begun to be read, such as the model's own
+    last answer, counts only with what is left of it."""
     reused = state.length + state.evicted
     spans = pairwise((*turn_starts, input_tokens))
     sizes = (stop - max(start if start >= reused else reused, state.pinned) for start, stop in spans)

@@ -39,11 +39,13 @@ class Prompt:
         text: rendered from guarded contents; `ChatFormat.encode` turns it into ids.
         turn_offsets: where the turn of each message begins, never decreasing.
         pinned_chars: the length of BOS and system prompt at the beginning.
+        answer_offset: where the generation prompt, and so the answer's turn, begins.
     """
 
     text: str
     turn_offsets: tuple[int, ...]
     pinned_chars: int
+    answer_offset: int
 
 
 class ChatFormat:
@@ -70,7 +72,8 @@ class ChatFormat:
         if first < len(starts):
             pinned = (starts[first] or 0) if pinned is None else pinned
             starts[first] = pinned
-        return Prompt(text, _monotone(starts), pinned or 0)
+        answer = self._answer_offset(guarded, text) if add_generation_prompt else len(text)
+        return Prompt(text, _monotone(starts), pinned or 0, answer)
 
     def encode(self, prompt_text: str) -> GuardedEncoding:
         """The ids of a prompt's text; BOS is among them exactly if the template wrote it (case C19)."""
@@ -140,6 +143,12 @@ class ChatFormat:
         content = guarded[index]["content"]
         at = max(through.rfind(self._user_header + spelling) for spelling in (content, content.strip()))
         return at if at >= 0 else None
+
+    def _answer_offset(self, guarded: Sequence[Message], text: str) -> int:
+        """Where the generation prompt begins, or the end of the text if there is none."""
+        before = self.template.try_render(guarded)
+        size = None if before is None else self._size_in(text, before)
+        return len(text) if size is None else size
 
     def _size_in(self, text: str, beginning: str) -> int | None:
         """How much of `text` a rendering of its first messages is; some templates (Phi 3) end every one with EOS."""

@@ -1,4 +1,4 @@
-"""English text that every Python carries, and the default model's config as transformers reads it from the GGUF file."""
+"""English text that every Python carries, and the default model's config as transformers reads it."""
 
 from __future__ import annotations
 

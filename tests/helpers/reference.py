@@ -1,9 +1,8 @@
 """The float model that defines the eviction policy: StreamingLLM (arXiv 2309.17453), written out plainly in torch.
 
-Every layer keeps its keys *unrotated*, in a Python list of what is in the cache. At each step each kept key is rotated by
-the slot it lies in at that moment and the query by the slot of the newest token: positions are positions in the cache.
+Every layer keeps the *unrotated* keys of what is in the cache. At each step each kept key is rotated by the slot it lies in at that moment and the query by the slot of the newest token: positions are positions in the cache.
 Nothing of this is clever, nothing is taken from edgekv: inverse frequencies come from transformers' own rotary
-embedding, weights from a state dict, and the schedule is `leaving`, a model on plain lists.
+embedding, weights from a state dict, and the schedule is helpers/schedule.py.
 
 Tokens between two evictions may run together: no slot changes in between, so the definition is the same.
 """
@@ -18,25 +17,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from helpers.schedule import leaving
+
 torch.set_num_threads(2)
 
 State = dict[str, torch.Tensor]
-
-
-def leaving(held: Sequence[int], capacity: int, stride: int, pinned: int, turn_starts: Sequence[int] = ()) -> list[int]:
-    """Which of the held token numbers leave when one more token arrives; [] while there is room.
-
-    The policy in words: nothing leaves before the cache is full. Then the oldest `stride` tokens behind the pinned ones
-    leave; but if the cut can be put in front of a token that begins a turn, by letting at least `stride` and at most
-    2 `stride` tokens leave, the first such cut is taken. The token that arrives may itself begin a turn.
-    """
-    if len(held) < capacity:
-        return []
-    window = [*held[pinned:], held[-1] + 1]
-    for cut in range(stride, 2 * stride + 1):
-        if cut < len(window) and window[cut] in turn_starts:
-            return window[:cut]
-    return window[: min(stride, len(window) - 1)]
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""Sinks + window against the float model that defines the policy (helpers/reference.py), token by token, for every variant.
+"""Sinks + window against the float model that defines the policy (helpers/reference.py), at every token.
 
 Tolerances, measured 2026-11-29 on x86-64, onnxruntime 1.32.0, accuracy level 1, tiny models of helpers/checkpoints.py:
 
-    float cache     largest relative error 2e-6 over 240 evicted tokens; bound 1e-4 (leaving out one step of the scheme gives 0.2)
+    float cache     largest relative error 2e-6 over 240 evicted tokens; bound 1e-4 (an eviction that
+                    leaves out one step of the scheme gives 0.2 to 1)
     INT8, INT4      the error without eviction is the codes' own; measured with eviction, as ratio to that without: mean
                     0.8 to 1.1, largest position 0.8 to 1.5. Bounds: mean 1.5, largest 2.5 times. (No sinks: 20 times.)
 """
@@ -169,9 +170,7 @@ def test_eviction_costs_a_quantised_cache_nothing(
 
 
 @pytest.mark.parametrize("dtype", ["float", "int8"])
-def test_sinks_change_the_cache_and_the_logits(
-    tiny_models: TinyModels, open_onnx: OpenEngine, dtype: KVDtype
-) -> None:
+def test_sinks_change_the_cache_and_the_logits(tiny_models: TinyModels, open_onnx: OpenEngine, dtype: KVDtype) -> None:
     """Case C08: a runtime that ignored `sinks` would pass every other test of length and speed."""
     ids = random_ids(150)
     model = tiny_models.converted("llama")
@@ -188,7 +187,7 @@ def test_sinks_change_the_cache_and_the_logits(
 def test_one_layer_equals_a_fresh_prefill_and_more_layers_do_not(
     tiny_models: TinyModels, open_onnx: OpenEngine
 ) -> None:
-    """With one layer a kept key knows nothing of tokens that left; with more it has attended to them (architecture page)."""
+    """With one layer a kept key knows nothing of tokens that left; with more it has attended to them."""
     errors = {}
     for name in ("one-layer", "llama"):
         ids = random_ids(150)
@@ -275,7 +274,7 @@ def test_taking_back_after_an_eviction(tiny_models: TinyModels, open_onnx: OpenE
 
 @pytest.mark.parametrize("dtype", ["float", "int8", "int4"])
 def test_saved_and_loaded_goes_on_the_same(tiny_models: TinyModels, open_onnx: OpenEngine, dtype: KVDtype) -> None:
-    """Case C12: a cache put into a fresh engine, evictions behind and ahead of it, gives the same logits bit for bit."""
+    """Case C12: a cache put into a fresh engine, evictions behind and ahead of it, gives the same bits."""
     ids = random_ids(200)
     model = tiny_models.converted("llama")
     scales = measured_scales(model, dtype, "channel", ids) if dtype != "float" else None
@@ -291,9 +290,7 @@ def test_saved_and_loaded_goes_on_the_same(tiny_models: TinyModels, open_onnx: O
 
 
 @pytest.mark.parametrize("dtype", ["float", "int8", "int4"])
-def test_rows_beyond_the_length_are_never_read(
-    tiny_models: TinyModels, open_onnx: OpenEngine, dtype: KVDtype
-) -> None:
+def test_rows_beyond_the_length_are_never_read(tiny_models: TinyModels, open_onnx: OpenEngine, dtype: KVDtype) -> None:
     """What truncation and eviction leave behind in memory has no influence: it is overwritten with poison here."""
     ids = random_ids(150)
     model = tiny_models.converted("qwen2")
@@ -324,7 +321,7 @@ def poison_tail(engine: OnnxEngine) -> None:
 def test_device_cache_equals_host_cache(
     tiny_models: TinyModels, open_onnx: OpenEngine, monkeypatch: pytest.MonkeyPatch, dtype: KVDtype
 ) -> None:
-    """The cache kept in OrtValues, as on a GPU, run on the CPU provider: the same bits, through evictions and reloads."""
+    """The cache kept in OrtValues, as on a GPU, on the CPU provider: the same bits, through evictions and reloads."""
     ids = random_ids(200)
     model = tiny_models.converted("llama")
     scales = measured_scales(model, dtype, "channel", ids) if dtype != "float" else None
@@ -346,7 +343,7 @@ def test_device_cache_equals_host_cache(
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_three_times_the_capacity(tiny_models: TinyModels, open_onnx: OpenEngine, dtype: KVDtype) -> None:
-    """Case C05: greedy generation far past the capacity; the greedy choices stay as probable as the reference finds them."""
+    """Case C05: greedy generation far past the capacity; its logits stay as near the reference's as before."""
     model = tiny_models.converted("llama-fp16")
     scales = measured_scales(model, dtype, "channel", random_ids(300, vocab=1024))
     engine = open_onnx(model, KVSpec(64, dtype, sinks=4, stride=8), scales)

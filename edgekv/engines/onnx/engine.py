@@ -200,8 +200,8 @@ class OnnxEngine:
         layer = first_bad_layer(self._folder, self._spec, tokens)
         where = "" if layer is None else f" in layer {layer}"
         return (
-            f"The model produced numbers that are not finite{where} on {len(tokens)} tokens after {past}; nothing of it "
-            "was kept. The weights or the KV scales are damaged: convert the model again, or calibrate it again."
+            f"The model produced numbers that are not finite{where} on {len(tokens)} tokens after {past}; nothing of "
+            "it was kept. The weights or the KV scales are damaged: convert the model again, or calibrate it again."
         )
 
     def _set_positions(self) -> None:

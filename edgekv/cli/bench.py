@@ -1,0 +1,62 @@
+"""`edgekv bench`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from edgekv import device
+from edgekv.bench import BenchOptions, BenchReport
+from edgekv.cli import render
+from edgekv.cli.options import given, options_of
+from edgekv.cli.ready import ready_runtime
+from edgekv.model import catalog
+from edgekv.options import LoadOptions
+from edgekv.units import format_bytes
+
+
+@click.command
+@click.argument("model", default=catalog.DEFAULT_MODEL)
+@options_of(BenchOptions, unset=True)
+@options_of(LoadOptions, leave_out=("overflow",), unset=True)
+def command(model: str, **values: Any) -> None:
+    """Speed of MODEL at several lengths of the cache, beside what memory allows here. The last line is JSON."""
+    from edgekv.bench import bench
+
+    options = BenchOptions(**given(BenchOptions, values))
+    load = LoadOptions(**given(LoadOptions, values))
+    with ready_runtime(model, load) as runtime, render.progress_bar() as progress:
+        engine = runtime.chat_state.timeline.engine
+        report = bench(runtime.model, engine, load.threads or device.physical_cores(), options, progress)
+    _print(report)
+
+
+def _print(report: BenchReport) -> None:
+    card, about = report.card, report.provenance
+    render.say(
+        f"{about.model}, {about.scheme}, {about.kv_dtype} cache of {about.capacity}, {about.threads} threads, {about.cpu}"
+    )
+    render.say(
+        f"reads {format_bytes(card.weight_bytes)} of weights a token; memory is read at "
+        f"{card.bandwidth_bytes_per_s / 1e9:.1f} GB/s\n"
+    )
+    rows = [
+        [
+            str(speed.length),
+            format_bytes(ceiling.token_bytes),
+            f"{ceiling.tokens_per_s:.0f}",
+            f"{speed.decode_tokens_per_s:.1f}",
+            f"{speed.ceiling_share:.0%}",
+            f"{speed.prefill_tokens_per_s:.0f}",
+        ]
+        for ceiling, speed in zip(card.ceilings, report.speeds, strict=True)
+    ]
+    columns = ["tokens", "bytes a token", "ceiling/s", "decode/s", "of ceiling", "prefill/s"]
+    render.table("", columns, rows, right=range(6))
+    if card.left_out:
+        render.note(f"left out, larger than the cache: {', '.join(map(str, card.left_out))}")
+    busy = max((speed.others for speed in report.speeds), default=0.0)
+    if busy > 0.2:
+        render.note(f"Other processes kept {busy:.1f} cores busy meanwhile: these figures are too low.")
+    render.print_json(report.to_json())

@@ -1,0 +1,281 @@
+"""The memory plan: known figures, the largest cache that fits, and refusals whose advice works."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from edgekv.errors import InvalidOption, MemoryBudgetError, UnsupportedModel
+from edgekv.kv.plan import Footprint, Plan, PlanRequest, cache_bytes, largest_capacity, make_plan
+from edgekv.kv.spec import BITS, KV_DTYPES, MIN_CAPACITY, KVSpec
+from edgekv.model.spec import ModelSpec
+from edgekv.units import GIB, KIB, MIB, parse_bytes
+
+
+def model(**changes: Any) -> ModelSpec:
+    """A 7B-like model."""
+    fields = {
+        "family": "llama", "num_layers": 32, "hidden_size": 4096, "ffn_size": 11008, "num_heads": 32, "num_kv_heads": 8,
+        "head_dim": 128, "vocab_size": 32000, "max_context": 131072,
+    }  # fmt: skip
+    return ModelSpec(**(fields | changes))
+
+
+SMALL = model(num_layers=2, hidden_size=64, ffn_size=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=512)
+QWEN3 = model(num_layers=28, hidden_size=1024, ffn_size=3072, num_heads=16, vocab_size=151936, max_context=40960)
+
+
+def plan_of(spec: ModelSpec, budget: int | None = None, **request: Any) -> Plan:
+    return make_plan(spec, Footprint.estimate(spec), PlanRequest(**request), budget)
+
+
+def refusal_of(spec: ModelSpec, budget: int, **request: Any) -> str:
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan_of(spec, budget, **request)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype", "size"),
+    [(32, "fp16", 2 * GIB), (8, "fp16", 512 * MIB), (8, "int8", 256 * MIB), (8, "fp8", 256 * MIB),
+     (8, "int4", 128 * MIB), (8, "float", 1 * GIB)],
+)  # fmt: skip
+def test_known_cache_sizes(kv_heads: int, dtype: Any, size: int) -> None:
+    """case C15: 32 layers, D 128, 4096 tokens; heads and the KV type count."""
+    plan = plan_of(model(num_kv_heads=kv_heads), dtype=dtype, context=4096)
+    assert plan.cache_bytes == size
+    assert next(line.size_bytes for line in plan.lines if line.name.startswith("cache (")) == size
+
+
+def test_qwen3_geometry() -> None:
+    """28 layers, 8 KV heads, D 128 in fp16: 112 KiB a token, 448 MiB at 4096. D is not hidden / heads (case C27)."""
+    assert cache_bytes(QWEN3, "fp16", 1) == 112 * KIB
+    assert plan_of(QWEN3, dtype="fp16", context=4096).cache_bytes == 448 * MIB
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_the_total_follows_the_dtype(dtype: Any) -> None:
+    """case C15: between two types nothing but the cache's own line differs."""
+    plan, reference = plan_of(QWEN3, dtype=dtype, context=2048), plan_of(QWEN3, dtype="float", context=2048)
+    expected = 2 * 28 * 8 * 128 * 2048 * (32 - BITS[dtype]) // 8
+    assert reference.total_bytes - plan.total_bytes == expected
+
+
+def test_lines_add_up() -> None:
+    """Every byte is a line with a formula, and the lines scale as they say."""
+    plan = plan_of(QWEN3, context=4096)
+    assert plan.total_bytes == sum(line.size_bytes for line in plan.lines)
+    assert all(line.formula and line.size_bytes > 0 for line in plan.lines)
+    sizes = {line.name: line.size_bytes for line in plan.lines}
+    assert sizes["logits"] == 4 * 151936
+    assert sizes["cache scales"] == 2 * 28 * 8 * 128 * 4
+    assert sizes["RoPE tables"] == 4096 * 64 * (2 * 4 + 3 * 8)
+    assert sizes["prefill workspace"] == 4 * 128 * (8 * 1024 + 3 * 3072 + QWEN3.qkv_rows)
+    assert "tied embedding" not in sizes
+
+
+def test_weights_are_exact_or_marked_as_estimated() -> None:
+    """A converted model's file size is taken as it is; a tied embedding is counted twice."""
+    tied = replace(QWEN3, tied_embeddings=True)
+    exact = make_plan(tied, Footprint.of(tied, 123 * MIB), PlanRequest(context=512), None)
+    sizes = {line.name: line for line in exact.lines}
+    assert sizes["weights"].size_bytes == 123 * MIB
+    assert "estimated" not in sizes["weights"].formula
+    assert sizes["tied embedding"].size_bytes == 151936 * 1024
+    assert "estimated" in plan_of(QWEN3, context=512).lines[0].formula
+
+
+def test_the_estimate_counts_four_bits() -> None:
+    """4-bit layers with a float32 scale and a 4-bit zero a block of 32, embedding and head in 8 bits."""
+    per_layer = 1024 * (16 + 2 * 8) * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072
+    table = 151936 * 1024 * (1 + 4 / 32)
+    expected = 28 * per_layer * (0.5 + 4 / 32 + 0.5 / 32) + 2 * table
+    assert Footprint.estimate(QWEN3).weight_bytes == pytest.approx(expected, rel=1e-6)
+    assert Footprint.estimate(replace(QWEN3, tied_embeddings=True)).weight_bytes == pytest.approx(expected - table)
+    wider = 28 * per_layer * (0.5 + 0.5 / 32)
+    assert Footprint.estimate(QWEN3, bits=8).weight_bytes == pytest.approx(expected + wider, rel=1e-6)
+
+
+# ---- capacity --------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_decides_not_the_models_context() -> None:
+    """case C16: a model with a context of 128k on a small device gets what fits there."""
+    plan = plan_of(model(), 6 * GIB)
+    assert plan.fits
+    assert MIN_CAPACITY < plan.kv.capacity < 131072
+    assert plan.total_bytes <= 6 * GIB
+
+
+def test_the_models_context_is_the_most() -> None:
+    """With room for more, the capacity is the model's own context, in steps of 64."""
+    assert plan_of(SMALL, 64 * GIB).kv.capacity == 131072
+    assert plan_of(replace(SMALL, max_context=1000), 64 * GIB).kv.capacity == 960
+    assert plan_of(replace(SMALL, max_context=64), None).kv.capacity == 64
+    assert plan_of(replace(SMALL, max_context=127), 64 * GIB).kv.capacity == 64
+
+
+@given(
+    budget=st.integers(100 * MIB, 3 * GIB), dtype=st.sampled_from(KV_DTYPES), layers=st.integers(1, 8),
+    heads=st.sampled_from([1, 2, 4]), context=st.integers(64, 200_000), tied=st.booleans(),
+)  # fmt: skip
+def test_the_capacity_is_the_largest_that_fits(
+    budget: int, dtype: Any, layers: int, heads: int, context: int, tied: bool
+) -> None:
+    """Property: it fits, and 64 more would not or are beyond the model; asking for exactly it is accepted."""
+    spec = replace(SMALL, num_layers=layers, num_kv_heads=heads, max_context=context, tied_embeddings=tied)
+    footprint, request = Footprint.estimate(spec), PlanRequest(dtype)
+    assume(make_plan(spec, footprint, replace(request, context=64), None).total_bytes <= budget)
+    plan = make_plan(spec, footprint, request, budget)
+    capacity = plan.kv.capacity
+    assert plan.fits
+    assert plan.total_bytes <= budget
+    assert capacity % 64 == 0
+    assert 64 <= capacity <= context
+    assert make_plan(spec, footprint, replace(request, context=capacity), budget).total_bytes == plan.total_bytes
+    if capacity + 64 <= context:
+        larger = make_plan(spec, footprint, replace(request, context=capacity + 64), None)
+        assert larger.total_bytes > budget
+
+
+@given(st.lists(st.integers(1, 4 * GIB), min_size=2, max_size=6))
+def test_more_memory_never_means_less_cache(budgets: list[int]) -> None:
+    """Property: monotone in the budget, also below what fits at all, where the least useful capacity is named."""
+    footprint = Footprint.estimate(QWEN3)
+    found = [largest_capacity(QWEN3, footprint, PlanRequest(), budget) for budget in sorted(budgets)]
+    assert found == sorted(found)
+    assert found[0] >= MIN_CAPACITY
+
+
+def test_a_denser_cache_holds_more() -> None:
+    """case C15: the fitted capacity answers to the KV type."""
+    capacities = [plan_of(QWEN3, 2 * GIB, dtype=dtype).kv.capacity for dtype in ("float", "fp16", "int8", "int4")]
+    assert capacities == sorted(set(capacities))
+    assert capacities[2] > 1.7 * capacities[1]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def remedies(message: str) -> list[dict[str, Any]]:
+    """What the message proposes, as arguments of `plan_of`."""
+    found: list[dict[str, Any]] = [{"context": int(n)} for n in re.findall(r"--context (\d+)", message)]
+    found += [{"budget": parse_bytes(size)} for size in re.findall(r"--memory (\w+)", message)]
+    return found + [{"dtype": dtype} for dtype in re.findall(r"--kv-dtype (\w+)", message)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "request_"),
+    [
+        (GIB, {"context": 32768}),
+        (GIB, {"context": 32768, "dtype": "fp16"}),
+        (900 * MIB, {"context": 1024, "dtype": "float"}),
+        (50 * MIB, {}),
+        (50 * MIB, {"dtype": "float"}),
+        (50 * MIB, {"context": 4096}),
+        (1, {}),
+        (GIB, {"context": 32768, "sinks": 3000}),
+        (GIB, {"context": 32768, "stride": 20_000}),
+        (700 * MIB, {"context": 8192, "sinks": 128, "stride": 1024}),
+    ],
+)
+def test_every_remedy_in_a_refusal_works(budget: int, request_: dict[str, Any]) -> None:
+    """The message has the table and both totals; each thing it proposes, done alone, leads to a plan that fits."""
+    message = refusal_of(QWEN3, budget, **request_)
+    for name in ("weights", "cache (", "runtime", "budget"):
+        assert name in message
+    proposals = remedies(message)
+    assert any("budget" in proposal for proposal in proposals)
+    for proposal in proposals:
+        arguments = {"budget": budget} | request_ | proposal
+        assert plan_of(QWEN3, **arguments).fits, proposal
+    least = next(proposal["budget"] for proposal in proposals if "budget" in proposal)
+    with pytest.raises(MemoryBudgetError):
+        plan_of(QWEN3, **({"budget": least - MIB} | request_))
+
+
+def test_the_largest_context_is_proposed() -> None:
+    """The proposed context is the one that the budget would have got by itself, and a wide cache may be made denser."""
+    (proposal,) = [p for p in remedies(refusal_of(QWEN3, GIB, context=32768)) if "context" in p]
+    assert proposal["context"] == plan_of(QWEN3, GIB).kv.capacity
+    assert {"dtype": "int8"} in remedies(refusal_of(QWEN3, 900 * MIB, context=2048, dtype="float"))
+    assert {"dtype": "int8"} not in remedies(refusal_of(QWEN3, 50 * MIB, dtype="float"))
+
+
+def test_no_context_is_proposed_where_none_fits() -> None:
+    """With less than the weights there is nothing to gain from a smaller cache."""
+    assert "--context" not in refusal_of(QWEN3, 50 * MIB, context=4096)
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_more_context_than_the_model_has() -> None:
+    """Refused with the model's own."""
+    with pytest.raises(InvalidOption, match=r"1001 tokens.*at most 1000"):
+        plan_of(replace(SMALL, max_context=1000), context=1001)
+    assert plan_of(replace(SMALL, max_context=1000), context=1000).kv.capacity == 1000
+
+
+@pytest.mark.parametrize("context", [63, 1, 0, -5])
+def test_less_context_than_is_useful(context: int) -> None:
+    """Refused with the least."""
+    with pytest.raises(InvalidOption, match="64 is the least"):
+        plan_of(SMALL, GIB, context=context)
+
+
+@pytest.mark.parametrize("request_", [{}, {"context": 32}, {"context": 64}])
+def test_a_model_whose_context_is_too_short(request_: dict[str, Any]) -> None:
+    """A model of 32 tokens cannot chat, whatever is asked for; no advice goes in a circle."""
+    with pytest.raises(UnsupportedModel, match="32 tokens; at least 64"):
+        plan_of(replace(SMALL, max_context=32), GIB, **request_)
+
+
+def test_sinks_and_stride_are_measured_by_the_fitted_capacity() -> None:
+    """More sinks or a longer stride than the smallest cache could take are fine in a large one."""
+    plan = plan_of(SMALL, GIB, sinks=500, stride=1000)
+    assert (plan.kv.sinks, plan.kv.stride) == (500, 1000)
+    assert plan.kv.capacity == plan_of(SMALL, GIB).kv.capacity
+
+
+@pytest.mark.parametrize(
+    ("request_", "match"),
+    [
+        ({"sinks": 65}, r"65 sinks do not fit a cache of 256 tokens.*\(64\)"),
+        ({"sinks": -1}, "-1 sinks"),
+        ({"stride": 193}, r"193 does not fit.*1 to 192"),
+        ({"stride": -1}, "stride of -1"),
+        ({"dtype": "int3"}, "Unknown KV dtype 'int3'.*int8"),
+        ({"granularity": "layer"}, "Unknown granularity 'layer'.*channel"),
+    ],
+)
+def test_impossible_options(request_: dict[str, Any], match: str) -> None:
+    """Refused with the number, the bound, and never as a matter of memory."""
+    with pytest.raises(InvalidOption, match=match):
+        plan_of(SMALL, GIB, context=256, **request_)
+
+
+@given(capacity=st.integers(64, 5000), sinks=st.integers(0, 1300), stride=st.integers(1, 5000))
+def test_sinks_and_stride_bounds(capacity: int, sinks: int, stride: int) -> None:
+    """Property: a quarter of the cache may be pinned, and what leaves at once must fit the window that is left."""
+    allowed = sinks <= capacity // 4 and stride <= capacity - capacity // 4
+    try:
+        spec = KVSpec(capacity, sinks=sinks, stride=stride)
+    except InvalidOption:
+        assert not allowed
+    else:
+        assert allowed
+        assert spec.max_pinned == capacity // 4
+
+
+def test_defaults() -> None:
+    """Four sinks, an eighth of the capacity at once, one number for each."""
+    spec = KVSpec(1024)
+    assert (spec.sinks, spec.stride, spec.dtype, spec.granularity) == (4, 128, "int8", "channel")
+    assert plan_of(SMALL, context=64).kv == KVSpec(64)
+    assert plan_of(SMALL, context=64).kv.stride == 8
