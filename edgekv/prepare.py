@@ -89,8 +89,8 @@ def _with_shipped_scales(model: ConvertedModel, entry: catalog.CatalogEntry | No
 
 def _fits(path: Path, model: ConvertedModel) -> bool:
     """Scales made for another conversion of the model do not fit; this one will then be calibrated."""
-    scales = read_scales(path)
     try:
+        scales = read_scales(path)
         scales.check(model.spec, model.fingerprint, scales.dtype, scales.granularity)
     except ScalesError:
         return False

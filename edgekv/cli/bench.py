@@ -35,7 +35,8 @@ def command(model: str, **values: Any) -> None:
 def _print(report: BenchReport) -> None:
     card, about = report.card, report.provenance
     render.say(
-        f"{about.model}, {about.scheme}, {about.kv_dtype} cache of {about.capacity}, {about.threads} threads, {about.cpu}"
+        f"{about.model}, {about.scheme}, {about.kv_dtype} cache of {about.capacity} tokens, "
+        f"{about.threads} threads, {about.cpu}"
     )
     render.say(
         f"reads {format_bytes(card.weight_bytes)} of weights a token; memory is read at "

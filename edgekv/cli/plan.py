@@ -12,7 +12,7 @@ import click
 from edgekv.cli import render
 from edgekv.cli.options import given, options_of
 from edgekv.errors import BadCheckpoint, ModelNotFound
-from edgekv.kv.plan import Footprint, largest_capacity, make_plan
+from edgekv.kv.plan import Footprint, make_plan, tokens_that_fit
 from edgekv.kv.spec import KVDtype
 from edgekv.model import catalog
 from edgekv.model.converted import is_converted, open_converted
@@ -34,14 +34,7 @@ def command(model: str, as_json: bool, **values: Any) -> int:
     request, limit = plan_request(options), budget(options)
     plan = make_plan(spec, footprint, request, None if options.context else limit)
     plan = replace(plan, budget_bytes=limit)
-    free = replace(request, context=None)
-    counts = {
-        dtype: count
-        if make_plan(spec, footprint, replace(free, dtype=dtype, context=count), None).total_bytes <= limit
-        else 0
-        for dtype in ALTERNATIVES
-        if (count := largest_capacity(spec, footprint, replace(free, dtype=dtype), limit))
-    }
+    counts = {dtype: tokens_that_fit(spec, footprint, replace(request, dtype=dtype), limit) for dtype in ALTERNATIVES}
     if as_json:
         render.print_json(render.plan_json(plan, counts))
     else:

@@ -146,6 +146,15 @@ def largest_capacity(spec: ModelSpec, footprint: Footprint, request: PlanRequest
     return min(most, MIN_CAPACITY + steps * CAPACITY_STEP)
 
 
+def tokens_that_fit(spec: ModelSpec, footprint: Footprint, request: PlanRequest, budget_bytes: int) -> int:
+    """The largest capacity with the request's dtype, whatever its context, sinks and stride; 0 if none fits."""
+    free = replace(request, context=None, sinks=None, stride=None)
+    try:
+        return make_plan(spec, footprint, free, budget_bytes).kv.capacity
+    except MemoryBudgetError:
+        return 0
+
+
 def _plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int, budget_bytes: int | None) -> Plan:
     sinks = min(DEFAULT_SINKS, capacity // 4) if request.sinks is None else request.sinks
     kv = KVSpec(capacity, request.dtype, request.granularity, sinks, request.stride or 0)

@@ -94,16 +94,17 @@ def open_converted(folder: Path) -> ConvertedModel:
     try:
         description = _parse(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadCheckpoint(f"{path} cannot be read ({error}): convert the model again.") from None
+        raise BadCheckpoint(f"{path} cannot be read ({error}): convert the model again, or delete {folder}.") from None
     data = folder / DATA
     size = data.stat().st_size if data.exists() else 0
     if size != description.weight_bytes:
         raise BadCheckpoint(
-            f"{data} has {size:,} bytes instead of {description.weight_bytes:,}: convert the model again."
+            f"{data} has {size:,} bytes instead of {description.weight_bytes:,}: "
+            f"convert the model again, or delete {folder}."
         )
     for name in (GRAPH, TOKENIZER):
         if not (folder / name).is_file():
-            raise BadCheckpoint(f"{folder} has no {name}: convert the model again.")
+            raise BadCheckpoint(f"{folder} has no {name}: convert the model again, or delete it.")
     return ConvertedModel(folder, description)
 
 

@@ -40,11 +40,10 @@ def test_the_program_in_the_readme_runs() -> None:
 def test_peak_memory_at_the_whole_context(default_model: ConvertedModel) -> None:
     """`edgekv chat` at capacity 8192 stays under 500 MB (Linux counts what is resident)."""
     code = (
-        "import resource, sys\n"
         "from edgekv.cli import run\n"
+        "from edgekv.convert import peak_rss_bytes\n"
         "run(['chat', '-p', 'Say hello.', '--context', '8192', '--max-new-tokens', '20'])\n"
-        "unit = 1 if sys.platform == 'darwin' else 1024\n"
-        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)\n"
+        "print('peak', peak_rss_bytes())\n"
     )
     result = run("-c", code)
     assert int(result.stdout.split()[-1]) < 500e6

@@ -1,4 +1,4 @@
-"""The graph for CUDA (attention in float16 between casts), run on the CPU: as near to the float32 one as half floats are.
+"""The graph for CUDA (attention in float16 between casts), run on the CPU: as near to float32 as half floats are.
 
 The CUDA provider itself is not tested here; no machine of the project has had one yet (README, "GPU").
 """

@@ -82,6 +82,14 @@ def test_a_conversion_says_what_it_is(tied_gguf: Path, tmp_path: Path) -> None:
     assert {total for _, _, total in steps} == {len(steps)}
 
 
+def test_the_peak_is_this_processs_own() -> None:
+    """A large process that starts edgekv does not lend it its size."""
+    child = "from edgekv.convert import peak_rss_bytes; print(peak_rss_bytes())"
+    parent = f"import subprocess, sys; x = b'1' * (400 << 20); subprocess.run([sys.executable, '-c', {child!r}])"
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=60)
+    assert 10 << 20 < int(done.stdout) < 300 << 20
+
+
 def test_the_same_source_makes_the_same_files(tied_gguf: Path, tmp_path: Path) -> None:
     """Byte for byte, so that scales made on one machine fit on another."""
     first, second = (convert(tied_gguf, tmp_path / out, name="x").model for out in ("a", "b"))
