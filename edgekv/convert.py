@@ -1,9 +1,11 @@
 """`edgekv convert`: a published checkpoint -> a model directory that the onnx engine runs.
 
-Faithful by default: what the publisher stored is what runs. Integers with integer zero points are kept as they are; the
-rest of GGUF is held in 8 bits (weights/gguf.py). Float weights must be rounded: 4-bit asymmetric in blocks of 32 unless
-asked otherwise, embedding and head in 8 bits always. `lossy="int4"` rounds everything to 4 bits, and says what that
-costs. One tensor is in memory at a time and the directory appears whole or not at all.
+Faithful by default: what the publisher stored is what runs. Integers with integer zero points are kept as they are, and
+so are the codes of bitsandbytes; the rest of GGUF is held in 8 bits (weights/gguf.py). What the publisher of a
+quantised model left in float stays so: linear layers in float32, embedding and head as two 8-bit matrices that add up
+to the 16 bits. The weights of a float model must be rounded: 4-bit asymmetric in blocks of 32 unless asked otherwise,
+embedding and head in 8 bits always. `lossy="int4"` rounds everything to 4 bits, and says what that costs. One tensor is
+in memory at a time and the directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from edgekv.about import about
-from edgekv.errors import InvalidOption, UnsupportedModel
+from edgekv.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from edgekv.files import atomic_directory, sha256_file
 from edgekv.model.converted import (
     DATA,
@@ -29,14 +31,18 @@ from edgekv.model.converted import (
     TOKENIZER,
     ConvertedModel,
     Description,
+    is_converted,
     open_converted,
     write_description,
 )
-from edgekv.weights import BlockWeight, Matrix, WeightSource, open_source
-from edgekv.weights.base import TokenizerFiles
-from edgekv.weights.quantize import quantize_blocks
+from edgekv.weights import BlockWeight, Bnb4Weight, Held, Matrix, SplitWeight, WeightSource, open_source
+from edgekv.weights.base import Float32, TokenizerFiles
+from edgekv.weights.quantize import quantize_blocks, split_blocks
 
 GROUPS = (32, 64, 128)
+WHOLE = ("embed", "head")
+"""The matrices that are never held in 4 bits unless the publisher did."""
+
 Progress = Callable[[str, int, int], None]  # what was done, parts done, parts in all
 
 
@@ -92,8 +98,12 @@ def convert(
         StorageError: the directory cannot be written.
     """
     started = time.perf_counter()
-    if out.exists() and not (out / GRAPH).exists():
+    if out.exists() and not is_converted(out):
         raise InvalidOption(f"{out} exists and is not a model directory: choose another place for the output.")
+    if source_path.resolve().is_relative_to(out.resolve()):
+        raise InvalidOption(
+            f"{source_path} lies in {out}, which would be replaced: choose another place for the output."
+        )
     source = open_source(source_path)
     holder = _Holder(source, options or ConvertOptions())
     with atomic_directory(out) as folder:
@@ -108,7 +118,12 @@ def convert(
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has had resident."""
+    """The most memory this process has had resident; getrusage on Linux counts what its parent had before exec."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -123,36 +138,84 @@ class _Holder:
 
     @property
     def scheme(self) -> str:
-        """How everything is held: "int4/32, int8/32" are bits / block."""
+        """How everything is held: "int4/32, int8/32" are bits / block; "int8+8" is a sum of two."""
         return ", ".join(sorted(self._kinds)) + (" requantised" if self._options.lossy else "")
 
-    def __call__(self, name: str) -> BlockWeight:
+    def __call__(self, name: str) -> Held:
         weight = self._source.matrix(name)
+        if not np.isfinite(_factors(weight)).all():
+            raise BadCheckpoint(f"The weights of {name} hold numbers that are not finite: download the model again.")
         held = self._hold(name, weight)
-        self._kinds.add(f"int{held.bits}/{held.group}")
+        self._kinds.add(_kind(held))
         return held
 
-    def _hold(self, name: str, weight: Matrix) -> BlockWeight:
-        whole = name in ("embed", "head")
-        if isinstance(weight, BlockWeight) and (whole or not self._options.lossy):
+    def _hold(self, name: str, weight: Matrix) -> Held:
+        lossy = bool(self._options.lossy)
+        if isinstance(weight, BlockWeight) and (weight.bits == 4 or name in WHOLE or not lossy):
+            return _in_operator_blocks(name, weight)
+        if isinstance(weight, Bnb4Weight) and not lossy:
             return weight
-        values = weight.dequantize() if isinstance(weight, BlockWeight) else weight
+        if isinstance(weight, np.ndarray):
+            return self._hold_floats(name, weight)
+        return self._round(name, weight.dequantize())
+
+    def _hold_floats(self, name: str, values: Float32) -> Held:
+        if not self._source.quantised or self._options.lossy:
+            return self._round(name, values)
+        if name not in WHOLE:
+            return values
+        _check_blocks(name, values, 32)
+        return split_blocks(values, group=32)
+
+    def _round(self, name: str, values: Float32) -> BlockWeight:
+        whole = name in WHOLE
         bits = 8 if whole else 4 if self._options.lossy else self._options.bits
         group = 32 if whole else self._options.group
-        if values.shape[1] % group:
-            raise UnsupportedModel(
-                f"{name} has {values.shape[1]} columns, which blocks of {group} do not divide: use --group 32."
-            )
+        _check_blocks(name, values, group)
         held = quantize_blocks(values, bits=bits, group=group)
         self.max_error = max(self.max_error, _relative_error(values, held))
         return held
 
 
-def _relative_error(values: Matrix, held: BlockWeight) -> float:
+def _check_blocks(name: str, values: Float32, group: int) -> None:
+    if values.shape[1] % group:
+        raise UnsupportedModel(
+            f"{name} has {values.shape[1]} columns, which blocks of {group} do not divide: use --group 32."
+        )
+
+
+def _in_operator_blocks(name: str, weight: BlockWeight) -> BlockWeight:
+    """The same numbers in blocks that MatMulNBits takes: one group of 1536 columns becomes six equal blocks of 256."""
+    group = weight.operator_group
+    if group is None:
+        raise UnsupportedModel(
+            f"{name} has {weight.shape[1]} columns in groups of {weight.group}, which no block of 16 to 256 divides."
+        )
+    return weight.to_group(group)
+
+
+def _factors(held: Held) -> Float32:
+    """The numbers that are finite if all weights are."""
+    if isinstance(held, BlockWeight):
+        return held.scales
+    if isinstance(held, SplitWeight):
+        return held.low.scales
+    return held.absmax if isinstance(held, Bnb4Weight) else held
+
+
+def _kind(held: Held) -> str:
+    if isinstance(held, BlockWeight):
+        return f"int{held.bits}/{held.group}"
+    if isinstance(held, SplitWeight):
+        return f"int8+8/{held.high.group}"
+    return f"{held.kind}/{held.block}" if isinstance(held, Bnb4Weight) else "float32"
+
+
+def _relative_error(values: Float32, held: BlockWeight) -> float:
     """Root mean square of the rounding over that of the weights, on a sample of the rows."""
     step = max(1, len(held.codes) // 256)
     rows = np.arange(0, len(held.codes), step)
-    reference = np.asarray(values)[rows]
+    reference = values[rows]
     difference = reference - held.take_rows(rows).dequantize()
     return float(np.linalg.norm(difference) / max(float(np.linalg.norm(reference)), 1e-30))
 

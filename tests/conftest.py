@@ -54,14 +54,32 @@ def default_model() -> ConvertedModel:
     return prepare(catalog.DEFAULT_MODEL, home=catalog.home())
 
 
+ATTENTION = ("gqa", "native")
+"""The attention operators that there are. A module that tests each of them overrides the fixture `attention`."""
+
+
 @pytest.fixture
-def open_onnx() -> Iterator[Callable[..., OnnxEngine]]:
-    """`helpers.engines.open_test_engine`; what it opened is closed after the test."""
+def attention() -> str:
+    """The operator that `open_onnx` asks for."""
+    return "auto"
+
+
+@pytest.fixture
+def open_onnx(attention: str) -> Iterator[Callable[..., OnnxEngine]]:
+    """`helpers.engines.open_test_engine`; what it opened is closed after the test.
+
+    Skips where the native operator does not serve the cache (the default then does not use it either)."""
     from helpers.engines import open_test_engine
+
+    from edgekv.engines.onnx import native
 
     opened: list[OnnxEngine] = []
 
     def open_one(*arguments: Any, **options: Any) -> OnnxEngine:
+        options = {"attention": attention} | options
+        refusal = native.refusal(arguments[0].spec, arguments[1], "cpu")
+        if options["attention"] == "native" and refusal:
+            pytest.skip(refusal)
         opened.append(open_test_engine(*arguments, **options))
         return opened[-1]
 

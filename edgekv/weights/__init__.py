@@ -1,4 +1,4 @@
-"""Published weights -> BlockWeight (integer codes, scales, zero points), one file a format.
+"""Published weights -> BlockWeight (integer codes, scales, zero points) or Bnb4Weight, one file a format.
 
 `open_source(path)` looks at a path and returns the reader for it; readers hand out one tensor at a time.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgekv.errors import ModelNotFound, UnsupportedModel
-from edgekv.weights.base import BlockWeight, Matrix, WeightSource
+from edgekv.weights.base import BlockWeight, Bnb4Weight, Held, Matrix, SplitWeight, WeightSource
 
-__all__ = ["BlockWeight", "Matrix", "WeightSource", "open_source"]
+__all__ = ["BlockWeight", "Bnb4Weight", "Held", "Matrix", "SplitWeight", "WeightSource", "open_source"]
 
 
 def open_source(path: Path) -> WeightSource:

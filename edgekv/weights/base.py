@@ -1,13 +1,18 @@
-"""BlockWeight: a quantised matrix as integers, and the interface of everything that reads published weights.
+"""A quantised matrix as the publisher's integers, and the interface of everything that reads published weights.
 
-A weight is w = (code - zero) * scale, with one scale and zero a block of `group` input columns. These are the terms of
-ONNX Runtime's MatMulNBits. What a publisher stored with integer zero points is held with the very same integers.
+BlockWeight is w = (code - zero) * scale, with one scale and zero a block of `group` input columns: the terms of ONNX
+Runtime's MatMulNBits. What a publisher stored with integer zero points is held with the very same integers. With
+act-order the columns of a group are scattered; BlockWeight holds them side by side, with the `order` of its columns.
+
+Bnb4Weight is w = table[code] * absmax, the terms of MatMulBnb4. SplitWeight holds floats as the sum of two 8-bit
+matrices, 16 bits a weight like the float16 it came from, and as exact as that (largest error 2e-5 of a block's range).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +21,23 @@ from edgekv.model.spec import ModelSpec
 
 Float32 = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
+Order = npt.NDArray[np.intp]
+
+OPERATOR_GROUPS = (16, 32, 64, 128, 256)
+"""Block sizes that MatMulNBits takes."""
+
+Bnb4Kind = Literal["nf4", "fp4"]
+BNB_TABLES: dict[str, tuple[float, ...]] = {
+    "nf4": (
+        -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.09105004, 0.0,
+        0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.562617, 0.7229568, 1.0,
+    ),
+    "fp4": (
+        0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4,
+        0.0, -1 / 192, -2 / 3, -1.0, -1 / 3, -1 / 2, -1 / 6, -1 / 4,
+    ),
+}  # fmt: skip
+"""Code -> number between -1 and 1: the quantiles of a normal distribution, and a float of two exponent bits."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +48,8 @@ class BlockWeight:
     scales: Float32  # [N, K / group]
     zeros: Codes | None  # [N, K / group]; None is the midpoint, 2**(bits - 1)
     bits: int  # 4 or 8
-    group: int
+    group: int  # may exceed K, or leave a smaller group at the end
+    order: Order | None = None  # [K]: codes[:, j] belongs to input column order[j]; None: to column j
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -34,7 +57,11 @@ class BlockWeight:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self) -> Float32:
-        """The matrix in float32, [N, K]."""
+        """The matrix in float32, [N, K], its columns in the order of the input."""
+        if self.order is not None:
+            return replace(self, order=None).dequantize()[:, np.argsort(self.order)]
+        if self.codes.shape[1] % self.group:
+            return self.to_group(math.gcd(self.codes.shape[1], self.group)).dequantize()
         blocks = self.codes.reshape(len(self.codes), -1, self.group).astype(np.float32)  # [N, K/group, group]
         zeros = np.float32(self.midpoint) if self.zeros is None else self.zeros[..., None].astype(np.float32)
         return ((blocks - zeros) * self.scales[..., None]).reshape(self.codes.shape)
@@ -44,41 +71,113 @@ class BlockWeight:
         """The zero point of a symmetric matrix."""
         return 1 << (self.bits - 1)
 
-    def take_rows(self, order: npt.NDArray[np.intp]) -> BlockWeight:
+    def zero_points(self) -> Codes:
+        """[N, K / group], also where all are the midpoint."""
+        return np.full(self.scales.shape, self.midpoint, np.uint8) if self.zeros is None else self.zeros
+
+    def take_rows(self, rows: Order) -> BlockWeight:
         """The matrix with its rows in another order; exact."""
-        zeros = None if self.zeros is None else self.zeros[order]
-        return BlockWeight(self.codes[order], self.scales[order], zeros, self.bits, self.group)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
 
     def to_bits(self, bits: int) -> BlockWeight:
         """The same numbers in wider codes, with every zero point at the midpoint; exact."""
         if bits == self.bits:
             return self
         midpoint = 1 << (bits - 1)
-        zeros = self.midpoint if self.zeros is None else np.repeat(self.zeros, self.group, axis=1).astype(np.int16)
+        columns = np.arange(self.codes.shape[1]) // self.group
+        zeros = self.midpoint if self.zeros is None else self.zeros[:, columns].astype(np.int16)
         codes = (self.codes.astype(np.int16) - zeros + midpoint).astype(np.uint8)
-        return BlockWeight(codes, self.scales, None, bits, self.group)
+        return replace(self, codes=codes, zeros=None, bits=bits)
 
     def to_group(self, group: int) -> BlockWeight:
-        """The same numbers in smaller blocks; exact. `group` must divide the present one."""
-        times = self.group // group
-        zeros = None if self.zeros is None else np.repeat(self.zeros, times, axis=1)
-        return BlockWeight(self.codes, np.repeat(self.scales, times, axis=1), zeros, self.bits, group)
+        """The same numbers in smaller blocks; exact. `group` must divide the present one and K."""
+        if group == self.group:
+            return self
+        parents = np.arange(0, self.codes.shape[1], group) // self.group  # of each new block
+        zeros = None if self.zeros is None else self.zeros[:, parents]
+        return replace(self, scales=self.scales[:, parents], zeros=zeros, group=group)
+
+    @property
+    def operator_group(self) -> int | None:
+        """The largest block size of MatMulNBits that divides both `group` and K; None if there is none."""
+        common = math.gcd(self.codes.shape[1], self.group)
+        return max((group for group in OPERATOR_GROUPS if common % group == 0), default=None)
+
+
+@dataclass(frozen=True)
+class Bnb4Weight:
+    """A matrix of bitsandbytes: 4-bit codes into a table, with the largest magnitude of each block.
+
+    Blocks follow each other through the matrix row after row, so that one may end in the middle of a row.
+    """
+
+    packed: Codes  # [N K / 2], two codes a byte, high nibble first
+    absmax: Float32  # [ceil(N K / block)]
+    shape: tuple[int, int]  # (N, K)
+    kind: Bnb4Kind
+    block: int
+
+    def dequantize(self) -> Float32:
+        """The matrix in float32, [N, K]."""
+        codes = np.stack([self.packed >> 4, self.packed & 0xF], axis=-1).reshape(-1)
+        values = np.array(BNB_TABLES[self.kind], np.float32)[codes]
+        return (values * np.repeat(self.absmax, self.block)[: len(values)]).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class SplitWeight:
+    """Floats as `high` + `low`, both 8-bit, in the same blocks; `low` holds what rounding to `high` left."""
+
+    high: BlockWeight
+    low: BlockWeight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.high.shape
+
+    def side_by_side(self) -> BlockWeight:
+        """[high, low], [N, 2 K]: it multiplies an input that is repeated."""
+        parts = [self.high, self.low]
+        codes, scales = np.hstack([p.codes for p in parts]), np.hstack([p.scales for p in parts])
+        zeros = np.hstack([p.zero_points() for p in parts])
+        return BlockWeight(codes, scales, zeros, self.high.bits, self.high.group)
+
+
+Matrix = BlockWeight | Bnb4Weight | Float32
+Held = Matrix | SplitWeight
+"""How a matrix may be held in the graph."""
 
 
 def stack_rows(parts: list[BlockWeight]) -> BlockWeight:
-    """One matrix from several with the same input, e.g. Q, K and V packed; exact, in the widest codes of them."""
+    """One matrix from several with the same input, e.g. Q, K and V packed; exact, in the widest codes of them.
+
+    All must have the same order of columns (`same_order`).
+    """
     bits, group = max(part.bits for part in parts), min(part.group for part in parts)
     parts = [part.to_bits(bits).to_group(group) for part in parts]
     zeros = None
     if any(part.zeros is not None for part in parts):
-        zeros = np.concatenate(
-            [np.full_like(p.scales, p.midpoint, dtype=np.uint8) if p.zeros is None else p.zeros for p in parts]
-        )
+        zeros = np.concatenate([part.zero_points() for part in parts])
     codes, scales = np.concatenate([p.codes for p in parts]), np.concatenate([p.scales for p in parts])
-    return BlockWeight(codes, scales, zeros, bits, group)
+    return BlockWeight(codes, scales, zeros, bits, group, parts[0].order)
 
 
-Matrix = BlockWeight | Float32
+def stack_bnb4(parts: list[Bnb4Weight]) -> Bnb4Weight | None:
+    """One matrix from several with the same input; None where a block would belong to two of them."""
+    first = parts[0]
+    alike = all((part.kind, part.block, part.shape[1]) == (first.kind, first.block, first.shape[1]) for part in parts)
+    if not alike or any(math.prod(part.shape) % part.block for part in parts):
+        return None
+    packed, absmax = np.concatenate([p.packed for p in parts]), np.concatenate([p.absmax for p in parts])
+    return Bnb4Weight(packed, absmax, (sum(p.shape[0] for p in parts), first.shape[1]), first.kind, first.block)
+
+
+def same_order(parts: list[BlockWeight]) -> bool:
+    """Whether the columns of all matrices are in the same order."""
+    orders = [np.arange(part.shape[1]) if part.order is None else part.order for part in parts]
+    return all(np.array_equal(orders[0], order) for order in orders)
 
 
 @dataclass(frozen=True)
@@ -108,6 +207,10 @@ class WeightSource(Protocol):
     @property
     def files(self) -> list[str]:
         """The files that hold the weights; their content is what the source hash covers."""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the publisher quantised the model; a layer that is float nevertheless is then meant to be."""
 
     def matrix(self, name: str) -> Matrix:
         """A linear layer's weight [out, in]: integers if the publisher stored integers, else float32."""

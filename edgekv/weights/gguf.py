@@ -25,11 +25,13 @@ ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
 """GGUF architecture -> edgekv family."""
 
 INTERLEAVED_QK = ("llama",)
+_FLOATS = ("F32", "F16", "BF16")
 
 _NAMES = {
     "attn_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
     "ffn_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
 }  # fmt: skip
+_MOST_ITEMS = 1 << 22  # of a list in the metadata; the largest vocabularies have a quarter of a million tokens
 _TOP_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
 
 
@@ -54,6 +56,11 @@ class GGUFSource:
         kinds = Counter(tensor.tensor_type.name for tensor in self._reader.tensors if len(tensor.shape) > 1)
         return "GGUF " + ", ".join(kind for kind, _ in kinds.most_common())
 
+    @property
+    def quantised(self) -> bool:
+        """Whether any matrix is stored in blocks."""
+        return any(len(tensor.shape) > 1 and tensor.tensor_type.name not in _FLOATS for tensor in self._reader.tensors)
+
     def matrix(self, name: str) -> Matrix:
         """A weight [out, in] as stored, or as close as integers can hold it."""
         tensor = self._tensor(_gguf_name(name))
@@ -75,35 +82,57 @@ class GGUFSource:
         """The tokenizer and chat template stored in the metadata."""
         from edgekv.text.gguf_tokenizer import GGUFVocab, build_tokenizer
 
-        tokens = self._field("tokenizer.ggml.tokens")
-        kind = self._field("tokenizer.ggml.model")
+        tokens = self._items("tokenizer.ggml.tokens", str)
+        kind = self._field("tokenizer.ggml.model", str)
         names = ("bos", "eos", "eot", "eom", "padding", "unknown")
-        ids = {name: self._field(f"tokenizer.ggml.{name}_token_id", None) for name in names}
+        ids = {name: self._token_id(name) for name in names}
         vocab = GGUFVocab(
             model=kind,
-            pre=self._field("tokenizer.ggml.pre", ""),
+            pre=self._field("tokenizer.ggml.pre", str, ""),
             tokens=tokens,
-            types=[int(kind) for kind in self._field("tokenizer.ggml.token_type", [])],
-            merges=self._field("tokenizer.ggml.merges", []),
-            scores=[float(score) for score in self._field("tokenizer.ggml.scores", [])],
-            add_space_prefix=self._field("tokenizer.ggml.add_space_prefix", None),
-            special_ids=[int(token) for token in ids.values() if token is not None],
+            types=self._items("tokenizer.ggml.token_type", int, []),
+            merges=self._items("tokenizer.ggml.merges", str, []),
+            scores=self._items("tokenizer.ggml.scores", float, []),
+            add_space_prefix=self._field("tokenizer.ggml.add_space_prefix", bool, None),
+            special_ids=[token for token in ids.values() if token is not None],
         )
         return TokenizerFiles(
             tokenizer_json=str(build_tokenizer(vocab).to_str()),
-            chat_template=self._field("tokenizer.chat_template", None),
+            chat_template=self._field("tokenizer.chat_template", str, None),
             bos_token="" if ids["bos"] is None else tokens[ids["bos"]],
             eos_token="" if ids["eos"] is None else tokens[ids["eos"]],
-            add_bos=ids["bos"] is not None and bool(self._field("tokenizer.ggml.add_bos_token", kind == "llama")),
+            add_bos=ids["bos"] is not None and self._field("tokenizer.ggml.add_bos_token", bool, kind == "llama"),
         )
 
-    def _field(self, key: str, *default: Any) -> Any:
+    def _field(self, key: str, kind: type, *default: Any) -> Any:
+        """A value of the metadata, of the type it has to have. A number that has to be a float may be whole."""
         field = self._reader.fields.get(key)
         if field is None:
             if default:
                 return default[0]
             raise BadCheckpoint(f"{self.path.name} has no {key} in its metadata, so the model cannot be described.")
-        return field.contents()
+        try:
+            value = field.contents()
+        except UnicodeDecodeError:
+            value = None
+        if not _is_of(kind, value):
+            raise BadCheckpoint(
+                f"{self.path.name}: the metadata's {key} is {str(value)[:40]!r}, not a {kind.__name__}."
+            )
+        return value
+
+    def _items(self, key: str, kind: type, *default: Any) -> list[Any]:
+        """A list of the metadata; its items all have one type."""
+        values: list[Any] = self._field(key, list, *default)
+        if values and not _is_of(kind, values[0]):
+            raise BadCheckpoint(
+                f"{self.path.name}: the metadata's {key} holds {str(values[0])[:40]!r}, not a {kind.__name__}."
+            )
+        return values
+
+    def _token_id(self, name: str) -> int | None:
+        token: int | None = self._field(f"tokenizer.ggml.{name}_token_id", int, None)
+        return token
 
     @property
     def _interleaved(self) -> bool:
@@ -117,44 +146,57 @@ class GGUFSource:
         return rows.swapaxes(1, 2).reshape(-1)
 
     def _read_spec(self) -> ModelSpec:
-        architecture = self._field("general.architecture")
+        architecture = self._field("general.architecture", str)
         if architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UnsupportedModel(
                 f"{self.path.name} is of architecture {architecture!r}; edgekv runs {known} from GGUF."
             )
 
-        def key(name: str, *default: Any) -> Any:
-            return self._field(f"{architecture}.{name}", *default)
+        def key(name: str, kind: type, *default: Any) -> Any:
+            return self._field(f"{architecture}.{name}", kind, *default)
 
-        heads, hidden = key("attention.head_count"), key("embedding_length")
-        eos = {self._field("tokenizer.ggml.eos_token_id", None), self._field("tokenizer.ggml.eot_token_id", None)}
+        heads, hidden = key("attention.head_count", int), key("embedding_length", int)
+        head_dim = key("attention.key_length", int, hidden // max(heads, 1))
+        eos = {self._token_id("eos"), self._token_id("eot")}
         return ModelSpec(
             family=ARCHITECTURES[architecture],
-            num_layers=key("block_count"),
+            num_layers=key("block_count", int),
             hidden_size=hidden,
-            ffn_size=key("feed_forward_length"),
+            ffn_size=key("feed_forward_length", int),
             num_heads=heads,
-            num_kv_heads=key("attention.head_count_kv", heads),
-            head_dim=key("attention.key_length", hidden // heads),
-            vocab_size=len(self._field("tokenizer.ggml.tokens")),
-            max_context=key("context_length"),
-            rms_eps=float(np.float32(key("attention.layer_norm_rms_epsilon"))),
-            rope=self._read_rope(key),
+            num_kv_heads=key("attention.head_count_kv", int, heads),
+            head_dim=head_dim,
+            vocab_size=len(self._items("tokenizer.ggml.tokens", str)),
+            max_context=key("context_length", int),
+            rms_eps=self._positive(f"{architecture}.attention.layer_norm_rms_epsilon"),
+            rope=self._read_rope(architecture, head_dim),
             tied_embeddings="output.weight" not in self._tensors,
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
-            bos_id=self._field("tokenizer.ggml.bos_token_id", None),
-            eos_ids=tuple(sorted(int(token) for token in eos if token is not None)),
+            bos_id=self._token_id("bos"),
+            eos_ids=tuple(sorted(token for token in eos if token is not None)),
         )
 
-    def _read_rope(self, key: Any) -> RopeSpec:
-        theta, kind = float(key("rope.freq_base", 10_000.0)), key("rope.scaling.type", "none")
+    def _positive(self, key: str, *default: float) -> float:
+        value = float(self._field(key, float, *default))
+        if not 0 < value < float("inf"):
+            raise BadCheckpoint(f"{self.path.name}: the metadata's {key} is {value}; it must be a positive number.")
+        return value
+
+    def _read_rope(self, architecture: str, head_dim: int) -> RopeSpec:
+        theta = self._positive(f"{architecture}.rope.freq_base", 10_000.0)
+        kind = self._field(f"{architecture}.rope.scaling.type", str, "none")
+        rotated = self._field(f"{architecture}.rope.dimension_count", int, head_dim)
+        if rotated != head_dim:
+            raise UnsupportedModel(
+                f"{self.path.name} rotates {rotated} of {head_dim} channels of a head, which edgekv does not run."
+            )
         if kind not in ("none", "linear") or "rope_freqs.weight" in self._tensors:
             raise UnsupportedModel(
                 f"{self.path.name} scales its rotary angles by {kind!r} or by stored factors, which edgekv does not "
                 "read from GGUF: convert the model's safetensors instead."
             )
-        factor = float(key("rope.scaling.factor", 1.0)) if kind == "linear" else 1.0
+        factor = self._positive(f"{architecture}.rope.scaling.factor", 1.0) if kind == "linear" else 1.0
         return RopeSpec(theta=theta, kind="linear" if kind == "linear" else "default", factor=factor)
 
     def _check_shapes(self) -> None:
@@ -170,14 +212,29 @@ class GGUFSource:
             "attn_norm": (spec.hidden_size,),
             "ffn_norm": (spec.hidden_size,),
         }
+        if spec.num_layers > len(self._tensors):
+            raise BadCheckpoint(
+                f"{self.path.name} has {len(self._tensors)} tensors for {spec.num_layers} layers: it is incomplete."
+            )
         expected = {f"blk.{i}.{name}": shape for i in range(spec.num_layers) for name, shape in shapes.items()}
         expected |= {"token_embd": (spec.vocab_size, spec.hidden_size), "output_norm": (spec.hidden_size,)}
+        if not spec.tied_embeddings:
+            expected["output"] = (spec.vocab_size, spec.hidden_size)
         for name, shape in expected.items():
-            found = tuple(int(size) for size in reversed(self._tensor(name).shape))
-            if found != shape:
-                raise BadCheckpoint(
-                    f"{self.path.name}: {name}.weight is {list(found)}, but the metadata says {list(shape)}."
-                )
+            self._check_shape(name, "weight", shape)
+        biases = [f"blk.{i}.attn_{part}" for i in range(spec.num_layers) for part in "qkv" if spec.qkv_bias]
+        for name in biases:
+            self._check_shape(name, "bias", expected[name][:1])
+        unknown = sorted(name for name in self._tensors if name.endswith(".bias") and name[:-5] not in biases)
+        if unknown:
+            raise UnsupportedModel(f"{self.path.name} has a tensor {unknown[0]}, which edgekv does not run.")
+
+    def _check_shape(self, name: str, suffix: str, shape: tuple[int, ...]) -> None:
+        found = tuple(int(size) for size in reversed(self._tensor(name, suffix).shape))
+        if found != shape:
+            raise BadCheckpoint(
+                f"{self.path.name}: {name}.{suffix} is {list(found)}, but the metadata says {list(shape)}."
+            )
 
     def _tensor(self, name: str, suffix: str = "weight") -> Any:
         try:
@@ -187,15 +244,38 @@ class GGUFSource:
 
 
 def _open(path: Path) -> Any:
-    import gguf
-
     try:
-        return gguf.GGUFReader(path)
+        return _whole_file_reader()(path)
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, UnicodeDecodeError, TypeError) as error:
         size = path.stat().st_size
         raise BadCheckpoint(
             f"{path} ({size:,} bytes) is not a whole GGUF file ({str(error)[:80]}): download it again."
         ) from None
+
+
+def _whole_file_reader() -> Any:
+    """The library's reader, made strict: by itself it reads nothing past the end, for as long as a count says."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **options: Any) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise ValueError(f"it ends {end - len(self.data):,} bytes early")
+            return super()._get(offset, dtype, count, *rest, **options)
+
+        def _get_field_parts(self, offset: int, kind: int) -> Any:
+            if kind == gguf.GGUFValueType.ARRAY and (items := int(self._get(offset + 4, np.uint64)[0])) > _MOST_ITEMS:
+                raise ValueError(f"a list of {items:,} items")
+            return super()._get_field_parts(offset, kind)
+
+    return Reader
+
+
+def _is_of(kind: type, value: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
 
 
 def _gguf_name(name: str) -> str:
@@ -206,12 +286,16 @@ def _gguf_name(name: str) -> str:
 def _to_float(tensor: Any) -> Float32:
     import gguf
 
-    return np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+    try:
+        return np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+    except NotImplementedError:
+        kind = tensor.tensor_type.name
+        raise UnsupportedModel(f"{tensor.name} is stored as {kind}, which edgekv does not read from GGUF.") from None
 
 
-def _read_matrix(tensor: Any) -> Matrix:
+def _read_matrix(tensor: Any) -> BlockWeight | Float32:
     kind = tensor.tensor_type.name
-    if kind in ("F32", "F16", "BF16"):
+    if kind in _FLOATS:
         return _to_float(tensor)
     rows, columns = (int(size) for size in reversed(tensor.shape))
     if kind in _READERS:

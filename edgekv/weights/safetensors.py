@@ -1,24 +1,39 @@
-"""A Hugging Face folder with float safetensors as a WeightSource.
+"""A Hugging Face folder with safetensors, float or in a published 4-bit format, as a WeightSource.
 
-The `safetensors` library checks each header; the numbers are then read through a memory map, because its numpy side
-has no bfloat16 and reading a shard whole would cost its size in memory. bfloat16 is the upper half of a float32.
+This file knows the folder: configs, shards, tensor names, shapes, tokenizer. How the tensors of one quantised layer
+become a matrix is the business of a LinearScheme, one file a format (awq, gptq, compressed_tensors, bitsandbytes),
+chosen by `quantization_config.quant_method`. A layer without that scheme's tensors is read as floats.
 """
 
 from __future__ import annotations
 
 import json
-import struct
-from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.families import spec_from_config
-from edgekv.weights.base import Float32, TokenizerFiles
+from edgekv.model.spec import ModelSpec
+from edgekv.weights.awq import AWQ
+from edgekv.weights.base import Float32, Matrix, TokenizerFiles
+from edgekv.weights.bitsandbytes import BitsAndBytes
+from edgekv.weights.compressed_tensors import CompressedTensors
+from edgekv.weights.gptq import GPTQ
+from edgekv.weights.scheme import LinearScheme, QuantConfig
+from edgekv.weights.tensors import FLOAT_NAMES, TensorFiles
 
-_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+SCHEMES: dict[str, Callable[[QuantConfig], LinearScheme]] = {
+    "awq": AWQ.from_config,
+    "gptq": GPTQ.from_config,
+    "compressed-tensors": CompressedTensors.from_config,
+    "bitsandbytes": BitsAndBytes.from_config,
+}
+"""By quant_method."""
+
+_CONFIGS_APART = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where the fields lie if config.json has none, and the method that wrote that file."""
 
 _NAMES = {
     "attn_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
@@ -33,31 +48,47 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.spec = spec_from_config(self._json("config.json"), self._json("generation_config.json", optional=True))
-        self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}  # name -> file, offset of data, header entry
-        for file in self._shards():
-            self._read_header(file)
+        config = self._json("config.json")
+        spec = spec_from_config(config, self._json("generation_config.json", optional=True))
+        self._linear = self._scheme(config)
+        self._tensors = TensorFiles(folder, self._shards())
+        self.spec = self._with_head(spec, config.get("tie_word_embeddings") is None)
 
     @property
     def files(self) -> list[str]:
-        """The shards, in order of name."""
-        return sorted({str(file) for file, _, _ in self._entries.values()})
+        """The shards, in order of name; of a quantised model its configs too, which say how to read them."""
+        configs = [self.folder / name for name in ("config.json", *_CONFIGS_APART)] if self.quantised else []
+        return self._tensors.files + [str(path) for path in configs if path.exists()]
 
     @property
     def scheme(self) -> str:
-        """The number types in it, most frequent first."""
-        names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-        kinds = Counter(entry["dtype"] for _, _, entry in self._entries.values())
-        return ", ".join(names.get(kind, kind) for kind, _ in kinds.most_common())
+        """The format of the quantised layers and the type of the others, or the number types, most frequent first."""
+        if self._linear is None:
+            return ", ".join(FLOAT_NAMES.get(kind, kind) for kind in self._tensors.dtypes())
+        kind = self._tensors.dtype(_hub_name("norm"))
+        return f"{self._linear.title}, {FLOAT_NAMES.get(kind, kind)}"
 
-    def matrix(self, name: str) -> Float32:
-        """A weight [out, in] in float32."""
-        return self._read(_hub_name(name), dimensions=2)
+    @property
+    def quantised(self) -> bool:
+        """Whether the config names a quantisation."""
+        return self._linear is not None
+
+    def matrix(self, name: str) -> Matrix:
+        """A weight [out, in]: the publisher's integers, or float32."""
+        module = _hub_name(name).removesuffix(".weight")
+        if name == "embed" and self.spec.tied_embeddings and f"{module}.weight" not in self._tensors:
+            module = _TOP_NAMES["head"]  # some writers keep the shared tensor under its other name
+        self._refuse_bias(name, module)
+        rows, columns = self._expected_shape(f"{module}.weight")
+        if self._linear is not None and self._linear.holds(self._tensors, module):
+            return self._linear.read(self._tensors, module, (rows, columns))
+        return self._tensors.floats(f"{module}.weight", (rows, columns))
 
     def vector(self, name: str) -> Float32:
         """A norm's weight or a bias, in float32."""
         base = name.removesuffix(".bias")
-        return self._read(_hub_name(base, "weight" if base == name else "bias"), dimensions=1)
+        tensor = _hub_name(base, "weight" if base == name else "bias")
+        return self._tensors.floats(tensor, self._expected_shape(tensor))
 
     def tokenizer(self) -> TokenizerFiles:
         """tokenizer.json as it lies in the folder, with the template and special tokens of tokenizer_config.json."""
@@ -68,8 +99,8 @@ class SafetensorsSource:
             )
         config = self._json("tokenizer_config.json", optional=True)
         template_file = self.folder / "chat_template.jinja"
-        template = template_file.read_text("utf-8") if template_file.exists() else config.get("chat_template")
-        text, bos = path.read_text("utf-8"), _token_text(config.get("bos_token"))
+        template = _text(template_file) if template_file.exists() else config.get("chat_template")
+        text, bos = _text(path), _token_text(config.get("bos_token"))
         return TokenizerFiles(
             tokenizer_json=text,
             chat_template=_default_template(template),
@@ -83,8 +114,8 @@ class SafetensorsSource:
         if optional and not path.exists():
             return {}
         try:
-            data = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+            data = json.loads(_text(path))
+        except (ValueError, RecursionError) as error:
             raise BadCheckpoint(f"{path} cannot be read as JSON: {error}.") from None
         if not isinstance(data, dict):
             raise BadCheckpoint(f"{path} holds {type(data).__name__}, not an object with fields.")
@@ -94,10 +125,13 @@ class SafetensorsSource:
         index = self.folder / "model.safetensors.index.json"
         if not index.exists():
             return sorted(self.folder.glob("*.safetensors"))
-        names = sorted(set(self._json(index.name).get("weight_map", {}).values()))
+        weight_map = self._json(index.name).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise BadCheckpoint(f"{index} has no weight_map from tensors to files: download it again.")
+        names = sorted(set(weight_map.values()))
         files = [self.folder / name for name in names]
         for name, file in zip(names, files, strict=True):
-            if Path(name).name != name:
+            if Path(name).name != name or name in ("", ".."):
                 raise BadCheckpoint(f"{index} names a file outside its folder: {name!r}.")
             if not file.exists():
                 raise BadCheckpoint(
@@ -105,37 +139,44 @@ class SafetensorsSource:
                 )
         return files
 
-    def _read_header(self, file: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(file, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise BadCheckpoint(f"{file} is not a whole safetensors file ({error}): download it again.") from None
-        with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(size))
-        header.pop("__metadata__", None)
-        self._entries |= {name: (file, 8 + size, entry) for name, entry in header.items()}
-
-    def _read(self, name: str, *, dimensions: int) -> Float32:
-        if name not in self._entries:
-            raise BadCheckpoint(f"{self.folder} has no tensor {name}: the checkpoint is incomplete.")
-        file, start, entry = self._entries[name]
-        if entry["dtype"] not in _DTYPES:
+    def _scheme(self, config: dict[str, Any]) -> LinearScheme | None:
+        """The format that the config names, or an older writer's own file; None for a model in floats."""
+        place, method = "config.json", None
+        fields: Any = config.get("quantization_config")
+        if fields is None:
+            place = next((name for name in _CONFIGS_APART if (self.folder / name).exists()), "")
+            fields = self._json(place) if place else None
+            method = _CONFIGS_APART.get(place)
+        if fields is None:
+            return None
+        if not isinstance(fields, dict):
+            raise BadCheckpoint(f"{self.folder / place}: quantization_config is {fields!r}, not a table of fields.")
+        method = fields.get("quant_method", method)
+        if method not in tuple(SCHEMES):
             raise UnsupportedModel(
-                f"{name} in {file.name} is stored as {entry['dtype']}; edgekv reads F32, F16 and BF16."
+                f"{self.folder / place}: quant_method is {method!r}; edgekv reads {', '.join(SCHEMES)}."
             )
-        shape = tuple(entry["shape"])
-        if len(shape) != dimensions or shape != self._expected_shape(name):
-            raise BadCheckpoint(
-                f"{file.name}: {name} is {list(shape)}, but the config says {self._expected_shape(name)}."
+        return SCHEMES[method](fields)
+
+    def _with_head(self, spec: ModelSpec, unsaid: bool) -> ModelSpec:
+        """The spec with `tied_embeddings` as the tensors have it (case C26).
+
+        A quantised head is a head of its own whatever the config says; a float copy of the embedding under the head's
+        name, which many writers add, is not. A config that says nothing means what is there.
+        """
+        head = _TOP_NAMES["head"]
+        if self._linear is not None and self._linear.holds(self._tensors, head):
+            return replace(spec, tied_embeddings=False)
+        return replace(spec, tied_embeddings=True) if unsaid and f"{head}.weight" not in self._tensors else spec
+
+    def _refuse_bias(self, name: str, module: str) -> None:
+        """Some writers give every layer a bias of zeros; any other where the family has none would be lost."""
+        bias = f"{module}.bias"
+        known = self.spec.qkv_bias and name.endswith((".q", ".k", ".v"))
+        if not known and bias in self._tensors and self._tensors.floats(bias).any():
+            raise UnsupportedModel(
+                f"{self._tensors.place(bias)} is not zero, and edgekv runs {self.spec.family} without that bias."
             )
-        raw = np.memmap(file, _DTYPES[entry["dtype"]], "r", start + entry["data_offsets"][0], shape)
-        if entry["dtype"] == "BF16":
-            return (raw.astype(np.uint32) << 16).view(np.float32)
-        return np.asarray(raw.astype(np.float32))
 
     def _expected_shape(self, name: str) -> tuple[int, ...]:
         spec = self.spec
@@ -160,17 +201,25 @@ def _hub_name(name: str, kind: str = "weight") -> str:
     return f"model.layers.{layer}.{_NAMES[part]}.{kind}" if layer else f"{_TOP_NAMES[part]}.{kind}"
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error}.") from None
+
+
 def _default_template(template: Any) -> str | None:
     """Some configs hold a list of named templates instead of one."""
     if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template}
-        template = named.get("default")
+        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
+        template = named[0].get("template") if named else None
     return template if isinstance(template, str) else None
 
 
 def _token_text(token: Any) -> str:
     """A special token is stored as text or as an object with `content`."""
-    return token.get("content", "") if isinstance(token, dict) else token or ""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
 
 
 def _adds_bos(path: Path, tokenizer_json: str, bos: str) -> bool:

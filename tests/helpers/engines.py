@@ -20,7 +20,7 @@ def measured_scales(
 ) -> KVScales:
     """Envelope scales from what a float cache holds after `tokens`: K by pair norm, V by magnitude, times headroom."""
     kv = KVSpec(capacity=max(64, len(tokens)), dtype="float")
-    engine = open_engine(model, kv, None, OnnxOptions(threads=2, accuracy_level=1))
+    engine = open_test_engine(model, kv)
     engine.forward(list(tokens))
     k_limits, v_limits = [], []
     for layer in range(model.spec.num_layers):
@@ -38,5 +38,8 @@ def measured_scales(
 def open_test_engine(
     model: ConvertedModel, kv: KVSpec, scales: KVScales | None = None, *, level: int = 1, **options: Any
 ) -> OnnxEngine:
-    """An engine with float32 activations (level 1), so that only the cache can make a difference."""
-    return open_engine(model, kv, scales, OnnxOptions(accuracy_level=level, threads=2, **options))
+    """An engine with float32 activations (level 1), so that only the cache can make a difference.
+
+    One thread for tiny models: more only wait for one another, above all where other programs run."""
+    threads = 1 if model.spec.hidden_size < 512 else 2
+    return open_engine(model, kv, scales, OnnxOptions(accuracy_level=level, threads=threads, **options))

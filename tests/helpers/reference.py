@@ -1,8 +1,9 @@
 """The float model that defines the eviction policy: StreamingLLM (arXiv 2309.17453), written out plainly in torch.
 
-Every layer keeps the *unrotated* keys of what is in the cache. At each step each kept key is rotated by the slot it lies in at that moment and the query by the slot of the newest token: positions are positions in the cache.
-Nothing of this is clever, nothing is taken from edgekv: inverse frequencies come from transformers' own rotary
-embedding, weights from a state dict, and the schedule is helpers/schedule.py.
+Every layer keeps the *unrotated* keys of what is in the cache. At each step each kept key is rotated by the slot it
+lies in at that moment and the query by the slot of the newest token: positions are positions in the cache. Nothing of
+this is clever, nothing is taken from edgekv: inverse frequencies come from transformers' own rotary embedding, weights
+from a state dict, and the schedule is helpers/schedule.py.
 
 Tokens between two evictions may run together: no slot changes in between, so the definition is the same.
 """
@@ -18,8 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from helpers.schedule import leaving
-
-torch.set_num_threads(2)
 
 State = dict[str, torch.Tensor]
 
@@ -39,6 +38,7 @@ class SinkModel:
     seen: int = 0
 
     def __post_init__(self) -> None:
+        use_threads(self.config)
         self.state = {name: tensor.to(self.dtype) for name, tensor in self.state.items()}
         config = self.config
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -130,10 +130,16 @@ class SinkModel:
         return x * scale * self.state[f"{name}.weight"]
 
 
+def use_threads(config: PretrainedConfig) -> None:
+    """Threads for torch: a tiny model is faster on one, above all where other programs run."""
+    torch.set_num_threads(1 if config.hidden_size < 512 else 2)
+
+
 def transformers_model(config: PretrainedConfig, state: State) -> Any:
     """transformers' own model with these weights, float32."""
     kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen2ForCausalLM
     config._attn_implementation = "eager"
+    use_threads(config)
     model = kind(config).float().eval()
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not missing

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TinyModels
+from conftest import ATTENTION, TinyModels
 from helpers.checkpoints import ROPE_KINDS, TINY, VOCAB
 from helpers.engines import measured_scales
 from helpers.reference import SinkModel, relative_errors
@@ -35,6 +35,12 @@ from edgekv.kv.window import Move
 FLOAT_TOLERANCE = 1e-4
 OpenEngine = Callable[..., OnnxEngine]
 Evict = Callable[[OnnxEngine, Move], None]
+
+
+@pytest.fixture(params=ATTENTION)
+def attention(request: Any) -> str:
+    """Every test here runs with each attention operator."""
+    return str(request.param)
 
 
 def random_ids(count: int, seed: int = 1, vocab: int = VOCAB) -> list[int]:
@@ -257,6 +263,20 @@ def assert_same_rows(first: OnnxEngine, second: OnnxEngine) -> None:
             assert np.mean(difference > 0) < 0.01
 
 
+@pytest.mark.parametrize("dtype", ["float", "int8", "int4"])
+def test_an_empty_cache_is_saved_and_loaded(tiny_models: TinyModels, open_onnx: OpenEngine, dtype: KVDtype) -> None:
+    """The smallest state there is."""
+    ids = random_ids(70)
+    model = tiny_models.converted("llama")
+    scales = measured_scales(model, dtype, "channel", ids) if dtype != "float" else None
+    engine = open_onnx(model, KVSpec(64, dtype, sinks=4, stride=8), scales)
+    empty = engine.save()
+    wanted, _ = run(engine, ids)
+    engine.load(empty)
+    assert (engine.length, engine.evicted) == (0, 0)
+    np.testing.assert_array_equal(run(engine, ids)[0], wanted)
+
+
 def test_taking_back_after_an_eviction(tiny_models: TinyModels, open_onnx: OpenEngine) -> None:
     """Case C12: after the tail is forgotten and another continuation is given, logits are the reference's."""
     ids, other = random_ids(140), random_ids(90, seed=7)
@@ -311,12 +331,15 @@ def test_rows_beyond_the_length_are_never_read(tiny_models: TinyModels, open_onn
 
 
 def poison_tail(engine: OnnxEngine) -> None:
+    if engine.length == engine.kv.capacity:
+        return
     for part, layer in [(part, layer) for part in "kv" for layer in range(engine.spec.num_layers)]:
         rows = engine._cache.read(part, layer, engine.length, engine.kv.capacity)
         worst = {"float": np.nan, "int8": 127, "int4": 0xFF}[engine.kv.dtype]
         engine._cache.write(part, layer, engine.length, np.full_like(rows, worst))
 
 
+@pytest.mark.parametrize("attention", ["gqa"])
 @pytest.mark.parametrize("dtype", ["float", "int8", "int4"])
 def test_device_cache_equals_host_cache(
     tiny_models: TinyModels, open_onnx: OpenEngine, monkeypatch: pytest.MonkeyPatch, dtype: KVDtype
@@ -380,7 +403,39 @@ def _one_row_too_few(engine: OnnxEngine, move: Move) -> None:
     engine._cache.move(move.start, move.start + 1, engine.length - move.start - 1)
 
 
-@pytest.mark.parametrize("broken", [_without_new_angles, _without_pinned_rerun, _one_row_too_few])
+def _without_second_rotation(engine: OnnxEngine, move: Move) -> None:
+    type(engine).evict(engine, move)
+    place = type(engine)._place
+
+    def broken(past: int, count: int) -> None:
+        place(engine, past, count)
+        angles = engine._angles[: 4 * count * engine.spec.head_dim // 2].reshape(4, count, -1)
+        angles[2:] = angles[:2]
+
+    engine._place = broken
+
+
+def _one_slot_beside(engine: OnnxEngine, move: Move) -> None:
+    type(engine).evict(engine, move)
+    place = type(engine)._place
+
+    def broken(past: int, count: int) -> None:
+        place(engine, past, count)
+        engine._state[2] += 1  # the operator is told of one pinned slot too many
+
+    engine._place = broken
+
+
+@pytest.mark.parametrize(
+    ("attention", "broken"),
+    [
+        ("gqa", _without_new_angles),
+        ("gqa", _without_pinned_rerun),
+        ("gqa", _one_row_too_few),
+        ("native", _without_second_rotation),
+        ("native", _one_slot_beside),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float", "int8"])
 def test_the_bounds_catch_a_broken_eviction(
     tiny_models: TinyModels, open_onnx: OpenEngine, broken: Evict, dtype: KVDtype

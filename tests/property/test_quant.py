@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TinyModels
+from conftest import ATTENTION, TinyModels
 from helpers.checkpoints import VOCAB
 from helpers.engines import measured_scales
 from hypothesis import given, settings
@@ -28,6 +28,13 @@ from edgekv.kv.quant import (
 )
 from edgekv.kv.spec import GRANULARITIES, KVDtype, KVSpec
 from edgekv.model.spec import RopeSpec
+
+
+@pytest.fixture(params=ATTENTION)
+def attention(request: Any) -> str:
+    """What is stored is tested with each attention operator."""
+    return str(request.param)
+
 
 INTEGERS: tuple[KVDtype, ...] = ("int8", "int4")
 FLOATS = st.floats(-1e6, 1e6, width=32)
@@ -175,7 +182,7 @@ def test_coarser_thresholds_cover_finer_ones(thresholds: np.ndarray[Any, Any], g
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("headroom", [1.1, 0.5])
-def test_onnxruntime_stores_what_quantize_says(
+def test_engines_store_what_quantize_says(
     tiny_models: TinyModels, open_onnx: Callable[..., OnnxEngine], dtype: KVDtype, granularity: Any, headroom: float
 ) -> None:
     """One layer, so that keys and values do not depend on the cache: its codes are those of the float rows.

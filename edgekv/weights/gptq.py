@@ -1,0 +1,100 @@
+"""GPTQ checkpoints, v1 and v2 (AutoGPTQ's and GPTQModel's QuantLinear; Frantar et al., arXiv 2210.17323).
+
+    qweight  int32 [K/8, N]   eight input columns a word, lowest nibble first
+    qzeros   int32 [K/g, N/8] zero points, eight outputs a word, lowest nibble first
+    scales   float [K/g, N]   w = (code - zero) * scale
+    g_idx    int32 [K]        the group of each input column; in act-order (`desc_act`) not in turn
+
+The trap (case C23): v1, which `checkpoint_format` "gptq" or its absence means, stores zero points minus one, v2 stores
+them as they are. GPTQModel makes the one from the other by adding 0x11111111 to whole words, so that a zero point of 0
+borrows from its neighbour; the same addition is its exact inverse and is what is done here.
+
+A g_idx of zeros (case C24) is an empty tensor, not one group. `group_size` -1 (case C25) is one group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgekv.errors import BadCheckpoint
+from edgekv.weights.base import BlockWeight, Codes, Order
+from edgekv.weights.scheme import (
+    QuantConfig,
+    choice,
+    flag,
+    group_name,
+    group_order,
+    group_size,
+    unpack,
+    without_midpoints,
+)
+from edgekv.weights.tensors import TensorFiles
+
+_ONE_IN_EACH_NIBBLE = np.uint32(0x11111111)
+
+
+@dataclass(frozen=True)
+class GPTQ:
+    """The format, with one checkpoint's parameters."""
+
+    group: int
+    symmetric: bool
+    act_order: bool
+    version: int  # 1: zero points are stored minus one
+
+    @classmethod
+    def from_config(cls, config: QuantConfig) -> GPTQ:
+        """Read quantization_config; newer writers call `checkpoint_format` also `format`."""
+        choice(config, "bits", None, 4)
+        field = "checkpoint_format" if "checkpoint_format" in config else "format"
+        layout = choice(config, field, "gptq", "gptq", "gptq_v2")
+        return cls(
+            group=group_size(config, "group_size"),
+            symmetric=flag(config, "sym", True),
+            act_order=flag(config, "desc_act", False),
+            version=2 if layout == "gptq_v2" else 1,
+        )
+
+    @property
+    def title(self) -> str:
+        """See LinearScheme."""
+        words = ["GPTQ" if self.version == 1 else "GPTQ v2", "symmetric" if self.symmetric else "asymmetric"]
+        return f"int4/{group_name(self.group)} ({', '.join(words + ['act-order'] * self.act_order)})"
+
+    def holds(self, tensors: TensorFiles, module: str) -> bool:
+        """See LinearScheme."""
+        return f"{module}.qweight" in tensors
+
+    def read(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> BlockWeight:
+        """See LinearScheme."""
+        rows, columns = shape
+        group = columns if self.group == -1 else self.group
+        groups = -(-columns // group)
+        words = tensors.raw(f"{module}.qweight", ("I32",), (columns // 8, rows))
+        scales = np.ascontiguousarray(tensors.finite(f"{module}.scales", (groups, rows)).T)
+        order = self._order(tensors, module, columns, group)
+        codes = unpack(words.T)  # [N, K]
+        return BlockWeight(
+            codes if order is None else np.ascontiguousarray(codes[:, order]),
+            scales,
+            self._zeros(tensors, module, groups, rows),
+            bits=4,
+            group=group,
+            order=order,
+        )
+
+    def _zeros(self, tensors: TensorFiles, module: str, groups: int, rows: int) -> Codes | None:
+        words = tensors.raw(f"{module}.qzeros", ("I32",), (groups, -(-rows // 8))).view(np.uint32)
+        if self.version == 1:
+            words = words + _ONE_IN_EACH_NIBBLE
+        return without_midpoints(np.ascontiguousarray(unpack(words)[:, :rows].T))
+
+    def _order(self, tensors: TensorFiles, module: str, columns: int, group: int) -> Order | None:
+        name = f"{module}.g_idx"
+        if name in tensors:
+            return group_order(tensors, name, columns, group)
+        if self.act_order:
+            raise BadCheckpoint(f"{tensors.folder} has no tensor {name}, without which act-order cannot be undone.")
+        return None
