@@ -1,4 +1,4 @@
-"""A virtual environment for the scripts: made once, filled again only when pyproject.toml changes.
+"""A virtual environment for the scripts: made once, filled again only when the package's metadata or C++ changes.
 
 Standard library only: this runs before anything is installed.
 """
@@ -54,5 +54,8 @@ def _pip(python: Path, requirements: list[str]) -> None:
 
 
 def _digest(extras: str, first: tuple[str, ...]) -> str:
-    content = (ROOT / "pyproject.toml").read_bytes() + repr((extras, first, sys.version_info[:2], str(ROOT))).encode()
-    return hashlib.sha256(content).hexdigest()
+    digest = hashlib.sha256(repr((extras, first, sys.version_info[:2], str(ROOT))).encode())
+    native = (path for path in (ROOT / "edgekv" / "native").iterdir() if path.is_file())
+    for path in sorted([ROOT / "pyproject.toml", ROOT / "setup.py", *native]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -46,6 +46,9 @@ TARGET_PEER = "llama.cpp"
 DISTURBED = 0.15
 """Cores busy with other processes from which on the output says so: two spinning threads suffer from much less."""
 
+PATIENCE_S = 20
+"""How long a measurement waits for other processes to finish."""
+
 TIMEOUT_S = 900
 WARM_UP_TOKENS = 16
 CALIBRATION_TOKENS = 1024
@@ -86,6 +89,11 @@ class Measured:
     prefill: float  # tokens/s
     decode: float  # tokens/s, median of the steps
     others: float  # cores busy with other processes meanwhile
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether that was too much to trust the rest."""
+        return self.others > DISTURBED
 
 
 def run_edgekv(job: Job) -> tuple[float, list[float]]:
@@ -216,6 +224,8 @@ def quantise(source: Path, target: Path, threads: int) -> None:
 
     from edgekv.files import atomic_file
 
+    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True
     options.nthread = threads
@@ -318,6 +328,10 @@ class Results:
         """Tokens/s by round."""
         return [getattr(measured, measure) for measured in self.rounds.get((system, length), [])]
 
+    def disturbed(self, length: int, *systems: str) -> bool:
+        """Whether other processes ran beside any of these measurements."""
+        return any(one.disturbed for system in systems for one in self.rounds.get((system, length), []))
+
     def skip(self, system: str, reason: str) -> None:
         """Leave a system out from now on."""
         self.skipped[system] = reason
@@ -352,6 +366,7 @@ def run_rounds(models: Mapping[str, Path], options: argparse.Namespace, results:
 
 def run_job(job: Job, title: str, results: Results) -> None:
     """One measurement; a system that fails takes no further part."""
+    wait_until_quiet()
     try:
         measured = read_measured(run_child(worker_command(job)))
     except Skipped as reason:
@@ -360,8 +375,20 @@ def run_job(job: Job, title: str, results: Results) -> None:
     results.add(measured)
     note(
         f"{title}: {job.system} at {job.length}: decode {measured.decode:.1f}, prefill {measured.prefill:.0f} tokens/s"
-        + (f" (disturbed: {measured.others:.1f} cores)" if measured.others > DISTURBED else "")
+        + (f" (disturbed: {measured.others:.1f} cores)" if measured.disturbed else "")
     )
+
+
+def wait_until_quiet(patience_s: float = PATIENCE_S, look_s: float = 0.5) -> None:
+    """Give other processes a chance to finish."""
+    from edgekv.bench import Others
+
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        watch = Others()
+        time.sleep(look_s)
+        if watch.cores() <= DISTURBED:
+            return
 
 
 def worker_command(job: Job) -> list[str]:
@@ -424,6 +451,7 @@ class Row:
     rate: Spread  # tokens/s
     ratio: Spread | None  # edgekv / this one
     target: float | None
+    disturbed: bool  # other processes ran beside this system's measurements or edgekv's
 
 
 def make_rows(results: Results, systems: Sequence[str], lengths: Sequence[int]) -> list[Row]:
@@ -436,7 +464,8 @@ def make_rows(results: Results, systems: Sequence[str], lengths: Sequence[int]) 
             if rates := results.rates(system, measure, length):
                 ratio = None if system == "edgekv" or not ours else ratio_of(ours, rates)
                 target = TARGETS.get((measure, length)) if system == TARGET_PEER else None
-                rows.append(Row(measure, length, system, Spread.of(rates), ratio, target))
+                disturbed = results.disturbed(length, "edgekv", system)
+                rows.append(Row(measure, length, system, Spread.of(rates), ratio, target, disturbed))
     return rows
 
 
@@ -461,10 +490,11 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(row: Row) -> str:
-    """The target and whether it is reached."""
+    """The target and whether it is reached; a disturbed measurement decides nothing."""
     if row.target is None or row.ratio is None:
         return ""
-    return f">= {row.target:.2f} {'met' if row.ratio.median >= row.target else 'MISSED'}"
+    met = "disturbed" if row.disturbed else "met" if row.ratio.median >= row.target else "MISSED"
+    return f">= {row.target:.2f} {met}"
 
 
 def to_json(results: Results, rows: Sequence[Row], about: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import click
 from edgekv.cli import render
 from edgekv.errors import ScalesError
 from edgekv.kv.scales import KVScales, read_scales
+from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 from edgekv.model import catalog
 from edgekv.model.converted import TEMPLATE, ConvertedModel, is_converted, open_converted
 from edgekv.units import format_bytes
@@ -51,9 +52,18 @@ def _describe(model: ConvertedModel) -> None:
         ["chat template", "yes" if (model.folder / TEMPLATE).exists() else "none: generate() only"],
         ["end of text", ", ".join(map(str, spec.eos_ids)) or "none"],
         ["fingerprint", model.fingerprint],
+        ["attention", _attention_line(model)],
         *[["KV scales", _scales_line(path, model)] for path in sorted(model.folder.glob("kv_scales*.safetensors"))],
     ]
     render.table("", ["", ""], rows)
+
+
+def _attention_line(model: ConvertedModel) -> str:
+    """Which operator an INT8 cache runs on here, and why."""
+    from edgekv.engines.onnx import native
+
+    reason = native.refusal(model.spec, KVSpec(MIN_CAPACITY), "cpu")
+    return f"edgekv's own operator, {native.instruction_set()}" if reason is None else f"ONNX Runtime's: {reason}"
 
 
 def _scales_line(path: Path, model: ConvertedModel) -> str:

@@ -26,13 +26,15 @@ Logits = npt.NDArray[np.float32]
 class EngineState:
     """A copy of a cache's content, in host memory.
 
-    keys, values: one array a layer, [K, length, row] in the cache's own dtype; tokens: the ids in the slots.
+    keys, values: one array a layer, [K, length, row] in the cache's own dtype; tokens: the ids in the slots; pinned:
+    how many of them hold keys at the angles of their own slots, which only a ring does (engines/onnx/ring.py).
     """
 
     keys: tuple[npt.NDArray[np.generic], ...]
     values: tuple[npt.NDArray[np.generic], ...]
     tokens: tuple[int, ...]
     evicted: int
+    pinned: int = 0
 
 
 @runtime_checkable

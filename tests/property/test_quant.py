@@ -88,6 +88,14 @@ def test_integer_error_bounds(x: np.ndarray[Any, Any], scales: np.ndarray[Any, A
     assert saturated_fraction(x, scales, dtype) == pytest.approx(np.mean(np.abs(x) > (limit + 0.5) * wide), abs=0.02)
 
 
+def test_codes_in_figures() -> None:
+    """The ends of each range and ties to even, as the module's docstring has them."""
+    x, one = np.float32([-1e9, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 1e9]), np.float32([1])
+    assert quantize(x, one, "int8").tolist() == [-127, -2, -2, 0, 0, 2, 2, 127]
+    assert quantize(x, one, "int4").tolist() == [-7, -2, -2, 0, 0, 2, 2, 7]
+    assert quantize(x, one, "fp8").tolist() == [-448, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 448]
+
+
 @settings(max_examples=300, deadline=None)
 @given(ROWS, SCALES)
 def test_fp8_error_bound(x: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> None:

@@ -6,6 +6,9 @@ scales become graph inputs (`k_scale.i`, `v_scale.i`), so that one graph serves 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import onnx
 from onnx import TensorProto, helper
 
@@ -17,6 +20,7 @@ _TENSOR_TYPES = {
     "fp16": TensorProto.FLOAT,  # until set_half_attention
     "float": TensorProto.FLOAT,
 }
+NATIVE_DOMAIN = "edgekv"
 _KEY_SCALE = 12  # input position in GroupQueryAttention; the value scale is the next
 _QUANT_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")
 
@@ -55,6 +59,40 @@ def set_half_attention(model: onnx.ModelProto) -> None:
     reordered = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del model.graph.node[:]
     model.graph.node.extend(reordered)
+
+
+def set_native_attention(model: onnx.ModelProto) -> None:
+    """Replace every GroupQueryAttention over packed QKV by edgekv's CachedAttention, in place, after `set_cache`.
+
+    The cache stops being an output: the operator writes into its input. `state` (int64 [4]: cached before, evicted,
+    pinned, capacity) and `angles` ([4, T, D/2]: cos and sin at absolute positions, and less the evicted tokens) are
+    inputs that all layers share; scales are one input a layer, [2, K, D].
+    """
+    for layer, node in enumerate(attention_nodes(model)):
+        quantised = len(node.input) > _KEY_SCALE
+        sizes = {a.name: a.i for a in node.attribute if a.name in ("num_heads", "kv_num_heads")}
+        packed, keys, values, attended = node.input[0], node.input[3], node.input[4], node.output[0]
+        _drop_scales(model, layer, node)
+        inputs = [packed, keys, values, "state", "angles"]
+        if quantised:
+            inputs.append(f"scales.{layer}")
+            shape = [2, sizes["kv_num_heads"], "D"]
+            model.graph.input.append(helper.make_tensor_value_info(inputs[-1], TensorProto.FLOAT, shape))
+        node.CopyFrom(
+            helper.make_node(
+                "CachedAttention", inputs, [attended], name=node.name, domain=NATIVE_DOMAIN, scale=0.0, **sizes
+            )
+        )
+    _keep(model.graph.output, lambda name: not name.startswith("present_"))
+    _keep(model.graph.input, lambda name: name not in ("cos", "sin"))
+    model.graph.input.append(helper.make_tensor_value_info("state", TensorProto.INT64, [4]))
+    model.graph.input.append(helper.make_tensor_value_info("angles", TensorProto.FLOAT, [4, "T", "D/2"]))
+    model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
+
+
+def _keep(values: Any, wanted: Callable[[str], bool]) -> None:
+    for value in [v for v in values if not wanted(v.name)]:
+        values.remove(value)
 
 
 def _cast(source: str, target: str, dtype: int) -> onnx.NodeProto:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from edgekv.engines.base import EngineState, Logits
+from edgekv.engines.onnx import native
 from edgekv.engines.onnx.binding import Array, CacheMemory, DeviceCache, HostCache, StepBuffers
 from edgekv.engines.rope import rope_tables
 from edgekv.errors import CacheFull, DependencyMissing, EngineError, InvalidOption, UnsupportedModel
@@ -30,6 +31,9 @@ DEFAULT_CHUNK = 128
 """Tokens per prefill run. Larger chunks are no faster with an INT8 cache and need more scratch memory."""
 
 
+Attention = Literal["auto", "native", "gqa"]
+
+
 @dataclass(frozen=True)
 class OnnxOptions:
     """How the session runs."""
@@ -39,6 +43,7 @@ class OnnxOptions:
     chunk: int = DEFAULT_CHUNK
     accuracy_level: int = 4  # 4: int8 activations inside MatMulNBits; 1: float32
     half_attention: bool | None = None  # attention in float16; None: where the device demands it
+    attention: Attention = "auto"  # which operator; auto: the project's own where it is built and serves the cache
 
     @property
     def half(self) -> bool:
@@ -53,21 +58,16 @@ class OnnxEngine:
         check_combination(kv, options)
         self._spec, self._kv, self._options = model.spec, kv, options
         self._scales, self._folder = scales, model.folder
-        self._session: Any = _open_session(model.folder, kv, options)
+        self._session: Any = open_session(model.folder, kv, options, self.attention)
         self._io: Any = self._session.io_binding()
-        self._cache: CacheMemory = (
-            HostCache(model.spec, kv) if options.device == "cpu" else DeviceCache(model.spec, kv, options.device)
-        )
-        self._cache.bind(self._io)
         self._constants: list[Array] = []  # bound by pointer, so they must live as long as the session
-        self._bind_scales()
-        half = model.spec.head_dim // 2
-        angles = np.float16 if options.half else np.float32
-        self._cos, self._sin = (np.zeros((kv.capacity, half), angles) for _ in range(2))
-        self._step = StepBuffers(self._io, options.chunk, model.spec.vocab_size, copied=options.device != "cpu")
         self._tokens: list[int] = []
         self._evicted = 0
-        self._set_positions()
+        self._bind_cache()
+        self._step = StepBuffers(self._io, options.chunk, model.spec.vocab_size, copied=options.device != "cpu")
+
+    attention: ClassVar[Literal["native", "gqa"]] = "gqa"
+    """Which operator computes attention."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -186,6 +186,7 @@ class OnnxEngine:
     def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
         """One run of the graph: `tokens` into slots past .. past+T-1, logits [R, V] (valid until the next run)."""
         self._step.set(np.asarray(tokens, np.int64), past, rows)
+        self._place(past, len(tokens))
         try:
             self._session.run_with_iobinding(self._io)
         except Exception as error:  # ONNX Runtime raises a class of its own per status code
@@ -203,6 +204,23 @@ class OnnxEngine:
             f"The model produced numbers that are not finite{where} on {len(tokens)} tokens after {past}; nothing of "
             "it was kept. The weights or the KV scales are damaged: convert the model again, or calibrate it again."
         )
+
+    def _bind_cache(self) -> None:
+        """Allocate the cache and bind it with its scales and positions."""
+        self._cache: CacheMemory = (
+            HostCache(self._spec, self._kv)
+            if self._options.device == "cpu"
+            else DeviceCache(self._spec, self._kv, self._options.device)
+        )
+        self._cache.bind(self._io)
+        self._bind_scales()
+        half = self._spec.head_dim // 2
+        angles = np.float16 if self._options.half else np.float32
+        self._cos, self._sin = (np.zeros((self._kv.capacity, half), angles) for _ in range(2))
+        self._set_positions()
+
+    def _place(self, past: int, count: int) -> None:
+        """Tell the graph where the next run's tokens go; the tables serve any, so there is nothing to do."""
 
     def _set_positions(self) -> None:
         self._cos[:], self._sin[:] = rope_tables(self._spec.rope, self._spec.head_dim, self._evicted, self._kv.capacity)
@@ -239,8 +257,10 @@ def open_engine(
         InvalidOption, UnsupportedModel: a combination that does not run.
         DependencyMissing: ONNX Runtime, or the build of it that the device needs, is not installed.
     """
+    options = options or OnnxOptions()
+    engine = _engine_class(model.spec, kv, options)
     if kv.dtype in ("float", "fp16"):
-        return OnnxEngine(model, kv, None, options or OnnxOptions())
+        return engine(model, kv, None, options)
     if scales is None:
         from edgekv.errors import ScalesError
 
@@ -248,7 +268,21 @@ def open_engine(
             f"A {kv.dtype} cache needs KV scales for {model.folder.name}: make them with `edgekv calibrate`."
         )
     scales.check(model.spec, model.fingerprint, kv.dtype, kv.granularity)
-    return OnnxEngine(model, kv, scales, options or OnnxOptions())
+    return engine(model, kv, scales, options)
+
+
+def _engine_class(spec: ModelSpec, kv: KVSpec, options: OnnxOptions) -> type[OnnxEngine]:
+    """The engine for the attention operator that was asked for, or that serves best."""
+    from edgekv.engines.onnx.ring import RingEngine
+
+    if options.attention == "gqa":
+        return OnnxEngine
+    reason = native.refusal(spec, kv, options.device, half=options.half)
+    if reason is None:
+        return RingEngine
+    if options.attention == "native":
+        raise UnsupportedModel(f"The native attention operator cannot be used: {reason}.")
+    return OnnxEngine
 
 
 def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
@@ -278,7 +312,12 @@ def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
         )
 
 
-def _open_session(folder: Path, kv: KVSpec, options: OnnxOptions) -> Any:
+def open_session(folder: Path, kv: KVSpec, options: OnnxOptions, attention: Literal["native", "gqa"]) -> Any:
+    """An ONNX Runtime session over the folder's graph, given this kind of cache and attention.
+
+    Raises:
+        DependencyMissing, EngineError: ONNX Runtime lacks the provider, or cannot load the graph.
+    """
     ort = _import_onnxruntime()
     provider = PROVIDERS[options.device]
     if provider not in ort.get_available_providers():
@@ -291,16 +330,19 @@ def _open_session(folder: Path, kv: KVSpec, options: OnnxOptions) -> Any:
     session_options.log_severity_level = 3
     session_options.enable_mem_pattern = False  # shapes change from run to run, so patterns would only cost memory
     graph: str | bytes = str(folder / GRAPH)
-    if kv.dtype != "int8" or kv.granularity == "tensor" or options.accuracy_level != 4 or options.half:
-        graph = _other_graph(folder, kv, options)
+    as_stored = kv.dtype == "int8" and kv.granularity != "tensor" and options.accuracy_level == 4 and not options.half
+    if attention == "native" or not as_stored:
+        graph = _other_graph(folder, kv, options, attention)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
+        if attention == "native":
+            session_options.register_custom_ops_library(str(native.library()))
         return ort.InferenceSession(graph, session_options, providers=[provider])
     except Exception as error:  # ONNX Runtime raises a class of its own per status code
         raise EngineError(f"ONNX Runtime cannot load {folder / GRAPH} with {DATA}: {error}") from error
 
 
-def _other_graph(folder: Path, kv: KVSpec, options: OnnxOptions) -> bytes:
+def _other_graph(folder: Path, kv: KVSpec, options: OnnxOptions, attention: Literal["native", "gqa"]) -> bytes:
     """The graph in the folder has an INT8 cache with a scale a channel; any other kind is made from it in memory."""
     import onnx
 
@@ -311,6 +353,8 @@ def _other_graph(folder: Path, kv: KVSpec, options: OnnxOptions) -> bytes:
     adapt.set_accuracy_level(model, options.accuracy_level)
     if options.half:
         adapt.set_half_attention(model)
+    if attention == "native":
+        adapt.set_native_attention(model)
     return bytes(model.SerializeToString())
 
 

@@ -1,0 +1,71 @@
+"""The project's own attention operator (edgekv/native): where its library lies, and when it can serve.
+
+The library is built with the package where a C++ compiler is there, and by hand for development:
+
+    cmake -S edgekv/native -B build && cmake --build build
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from pathlib import Path
+
+from edgekv.kv.spec import KVDtype, KVSpec
+from edgekv.model.spec import ModelSpec
+
+DTYPES: tuple[KVDtype, ...] = ("int8", "float")
+BLOCK = 16
+"""Slots in a block of the cache (native/kernels.h)."""
+MAX_HEAD_DIM = 256
+
+_SUFFIX = {"win32": ".dll", "darwin": ".so"}.get(sys.platform, ".so")
+_FOLDER = Path(__file__).resolve().parents[2] / "native" / "_lib"
+
+
+def library() -> Path:
+    """Where the library is, if it was built."""
+    return _FOLDER / f"libedgekv_ops{_SUFFIX}"
+
+
+def unavailable() -> str | None:
+    """Why the operator is not there at all; None if it is."""
+    return _load(library())[1]
+
+
+def instruction_set() -> str:
+    """What it runs with on this processor, such as avx2.
+
+    Raises:
+        RuntimeError: it is not there.
+    """
+    loaded, reason = _load(library())
+    if loaded is None:
+        raise RuntimeError(reason)
+    loaded.edgekv_instruction_set.restype = ctypes.c_char_p
+    return str(loaded.edgekv_instruction_set().decode())
+
+
+def refusal(spec: ModelSpec, kv: KVSpec, device: str, *, half: bool = False) -> str | None:
+    """Why the operator does not serve this model and cache; None if it does."""
+    if device != "cpu" or half:
+        return f"it runs on the CPU in float32, not on {device}" if not half else "it does not run in float16"
+    if kv.dtype not in DTYPES:
+        return f"it has no {kv.dtype} cache (it has {' and '.join(DTYPES)})"
+    if spec.head_dim % BLOCK or spec.head_dim > MAX_HEAD_DIM:
+        return f"the head size {spec.head_dim} is not a multiple of {BLOCK} up to {MAX_HEAD_DIM}"
+    return unavailable()
+
+
+@cache
+def _load(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
+    if not path.exists():
+        return (
+            None,
+            f"it was not built (no {path.name} in {path.parent}): a C++ compiler is needed when edgekv is installed",
+        )
+    try:
+        return ctypes.CDLL(str(path)), None
+    except OSError as error:
+        return None, f"{path} cannot be loaded ({error})"

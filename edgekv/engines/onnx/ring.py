@@ -1,0 +1,189 @@
+"""RingEngine: the cache as a ring, read by edgekv's own attention operator, in which an eviction moves nothing.
+
+    slots     0 .. S-1         S .. C-1
+              pinned prefix    ring: token n >= S (counted from the very first) in slot S + (n - S) mod (C - S)
+
+Keys stay where they were written, at the angle they were written with. A window key has the angle of its absolute
+position n. A pinned key has that of its own slot, and is met by queries turned to their position less the evicted
+tokens: so it sits just before the window, as in StreamingLLM, and the operator turns every query twice. An eviction is
+then nothing but two integers: the oldest slots will be overwritten.
+
+Where the pinned prefix ends is only known at the first eviction (its Move says so). Until then no token has wrapped
+round, token n is in slot n, and S does not matter.
+
+Codes are those of the reference (kv/quant.py); within a block of 16 slots they are interleaved as native/kernels.h
+says, and put into the plain order of rows when they are saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from edgekv.engines.base import EngineState, Logits
+from edgekv.engines.onnx.binding import CACHE_DTYPES, Array
+from edgekv.engines.onnx.engine import OnnxEngine
+from edgekv.engines.onnx.native import BLOCK
+from edgekv.engines.rope import inverse_frequencies, rope_tables
+from edgekv.errors import CacheFull, InvalidOption
+from edgekv.kv.spec import KVSpec
+from edgekv.kv.window import Move
+from edgekv.model.spec import ModelSpec
+
+_ALIGNMENT = 64  # bytes: a cache line, so that no vector load straddles two
+
+
+class RingCache:
+    """Keys and values of all layers, and which slot holds which token. Rows are asked for in the order of tokens."""
+
+    def __init__(self, spec: ModelSpec, kv: KVSpec) -> None:
+        dtype = np.dtype(CACHE_DTYPES[kv.dtype])
+        blocks = -(-kv.capacity // BLOCK)
+        heads, dim = spec.num_kv_heads, spec.head_dim
+        together = 4 // dtype.itemsize  # g: channels (keys) or slots (values) in one 32-bit word
+        self._blocks = {part: _aligned((spec.num_layers, heads, blocks * BLOCK, dim), dtype) for part in "kv"}
+        k, v = self._blocks.values()
+        self._keys = k.reshape(-1, heads, blocks, dim // together, BLOCK, together)  # [L, K, B, D/g, 16, g]
+        self._values = v.reshape(-1, heads, blocks, BLOCK // together, dim, together)  # [L, K, B, 16/g, D, g]
+        self._together, self._dim = together, dim
+        self._capacity = kv.capacity
+        self.evicted = 0
+        self.pinned = 0
+
+    def bind(self, io: Any) -> None:
+        """Bind every layer; the operator writes into its input."""
+        for part, layers in self._blocks.items():
+            for layer, rows in enumerate(layers):
+                io.bind_input(f"past_{part}.{layer}", "cpu", 0, rows.dtype, (1, *rows.shape), rows.ctypes.data)
+
+    def read(self, part: str, layer: int, start: int, stop: int) -> Array:
+        """A copy of the rows of tokens start .. stop-1 (counted without the evicted ones), [K, stop-start, D]."""
+        block, place = np.divmod(self._slots(start, stop), BLOCK)
+        if part == "k":
+            rows = self._keys[layer][:, block, :, place, :]  # [n, K, D/g, g]
+            return np.ascontiguousarray(rows.reshape(*rows.shape[:2], self._dim).swapaxes(0, 1))
+        group, inside = np.divmod(place, self._together)
+        return np.ascontiguousarray(self._values[layer][:, block, group, :, inside].swapaxes(0, 1))
+
+    def write(self, part: str, layer: int, start: int, rows: Array) -> None:
+        """Overwrite the rows of tokens from `start` on."""
+        block, place = np.divmod(self._slots(start, start + rows.shape[1]), BLOCK)
+        turned = rows.swapaxes(0, 1)  # [n, K, D]
+        if part == "k":
+            self._keys[layer][:, block, :, place, :] = turned.reshape(
+                *turned.shape[:2], self._dim // self._together, self._together
+            )
+        else:
+            group, inside = np.divmod(place, self._together)
+            self._values[layer][:, block, group, :, inside] = turned
+
+    def move(self, target: int, source: int, count: int) -> None:
+        """Forget the tokens target .. source-1: the `count` after them stay where they are."""
+        self.pinned, self.evicted = target, self.evicted + source - target
+
+    def _slots(self, start: int, stop: int) -> Array:
+        tokens = np.arange(start, stop)
+        if not self.evicted:
+            return tokens
+        ring = self.pinned + (tokens - self.pinned + self.evicted) % (self._capacity - self.pinned)
+        return np.where(tokens < self.pinned, tokens, ring)
+
+
+class RingEngine(OnnxEngine):
+    """OnnxEngine with the native operator; see `edgekv.engines.base.Engine`."""
+
+    attention: ClassVar[Literal["native", "gqa"]] = "native"
+    _cache: RingCache
+
+    def evict(self, move: Move) -> None:
+        """Drop rows by renumbering. A different pinned prefix than at the last eviction costs a copy and a re-run."""
+        if move.length != self.length or not 0 < move.count <= move.length - move.start:
+            raise InvalidOption(f"{move} does not fit a cache that holds {self.length} tokens.")
+        try:
+            kept = self.save() if self._evicted and move.start != self._cache.pinned else None
+            self._cache.move(move.start, move.start + move.count, move.length - move.start - move.count)
+            del self._tokens[move.start : move.start + move.count]
+            self._evicted = self._cache.evicted
+            if kept is not None:
+                self._pin_anew(move, kept)
+        except BaseException:
+            self.reset()
+            raise
+
+    def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
+        """Dequantised keys (at the angles of slot + evicted) and values of slots start .. stop-1, [K, n, D]."""
+        keys, values = super().rows(layer, start, stop)
+        pinned = max(0, min(self._cache.pinned, stop) - start)
+        if self._evicted and pinned:
+            cos, sin = rope_tables(self._spec.rope, self._spec.head_dim, self._evicted, 1)
+            low, high = np.split(keys[:, :pinned], 2, axis=-1)
+            keys[:, :pinned] = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+        return keys, values
+
+    def save(self) -> EngineState:
+        """A copy of the cache's content, in the order of tokens."""
+        state = super().save()
+        return EngineState(state.keys, state.values, state.tokens, state.evicted, self._cache.pinned)
+
+    def load(self, state: EngineState) -> None:
+        """Put a saved content back; it must come from the same model and kind of cache."""
+        if len(state.tokens) > self._kv.capacity:
+            raise CacheFull(length=0, tokens=len(state.tokens), capacity=self._kv.capacity)
+        self.reset()
+        self._cache.pinned, self._cache.evicted = state.pinned, state.evicted
+        self._evicted = state.evicted
+        for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
+            self._cache.write("k", layer, 0, keys)
+            self._cache.write("v", layer, 0, values)
+        self._tokens = list(state.tokens)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._tokens = []
+        self._evicted = self._cache.evicted = self._cache.pinned = 0
+
+    def _bind_cache(self) -> None:
+        self._cache = RingCache(self._spec, self._kv)
+        self._cache.bind(self._io)
+        self._bind_scales()
+        self._frequencies = inverse_frequencies(self._spec.rope, self._spec.head_dim)
+        self._state = np.zeros(4, np.int64)
+        self._angles = np.zeros(4 * self._options.chunk * len(self._frequencies), np.float32)
+        self._bind_input("state", self._state)
+        self._placed = 0  # tokens of the run that `angles` is bound for
+
+    def _bind_scales(self) -> None:
+        if self._scales is None:
+            return
+        for layer, pair in enumerate(zip(self._scales.k, self._scales.v, strict=True)):
+            self._constants.append(np.ascontiguousarray(np.stack(pair), np.float32))  # [2, K, D]
+            self._bind_input(f"scales.{layer}", self._constants[-1])
+
+    def _place(self, past: int, count: int) -> None:
+        """State and angles of the next run; the angles in float64, as everywhere."""
+        self._state[:] = past, self._evicted, self._cache.pinned, self._kv.capacity
+        angles = self._angles[: 4 * count * len(self._frequencies)].reshape(4, count, -1)
+        for first, half in ((past + self._evicted, angles[:2]), (past, angles[2:])):
+            turns = np.arange(first, first + count, dtype=np.float64)[:, None] * self._frequencies
+            half[0], half[1] = np.cos(turns), np.sin(turns)
+        if self._placed != count:
+            self._bind_input("angles", angles)
+            self._placed = count
+
+    def _pin_anew(self, move: Move, kept: EngineState) -> None:
+        """Write the rows that stay for a pinned prefix of another length, and run that prefix again."""
+        for layer in range(self._spec.num_layers):
+            for part, rows in (("k", kept.keys[layer]), ("v", kept.values[layer])):
+                self._cache.write(part, layer, move.start, rows[:, move.start + move.count :])
+        for start in range(0, move.start, self._options.chunk):
+            stop = min(start + self._options.chunk, move.start)
+            self._run(self._tokens[start:stop], start, range(0))
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Zeros that begin at a cache line."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)

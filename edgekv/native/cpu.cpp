@@ -1,0 +1,84 @@
+// Which kernels this processor runs.
+#include <cstring>
+
+#include "kernels.h"
+
+#if defined(_MSC_VER) && (defined(_M_X64) || defined(_M_IX86))
+#include <immintrin.h>
+#include <intrin.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+namespace edgekv {
+namespace {
+
+#if defined(__x86_64__) || defined(__i386__)
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+
+bool has_dotprod() { return false; }
+
+#elif defined(_MSC_VER) && (defined(_M_X64) || defined(_M_IX86))
+
+// The bits of a CPUID register, and whether the system saves the registers in `mask` of XCR0.
+struct Cpuid {
+  int registers[4];
+  Cpuid(int leaf, int sub) { __cpuidex(registers, leaf, sub); }
+  bool bit(int reg, int index) const { return registers[reg] >> index & 1; }
+};
+bool saves(unsigned long long mask) { return Cpuid(1, 0).bit(2, 27) && (_xgetbv(0) & mask) == mask; }
+
+bool has_avx2() { return saves(0x6) && Cpuid(1, 0).bit(2, 12) && Cpuid(7, 0).bit(1, 5); }
+
+bool has_avx512() {
+  const Cpuid seven(7, 0);
+  const bool all = seven.bit(1, 16) && seven.bit(1, 17) && seven.bit(1, 30) && seven.bit(1, 31) && seven.bit(2, 11);
+  return all && saves(0xE6);
+}
+
+bool has_dotprod() { return false; }
+
+#else
+
+bool has_avx2() { return false; }
+bool has_avx512() { return false; }
+
+bool has_dotprod() {
+#if defined(__aarch64__) && defined(__linux__)
+  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#else
+  return true;  // every 64-bit ARM of Apple's has it
+#endif
+}
+
+#endif
+
+struct Choice {
+  const char* name;
+  bool (*runs)();
+  const Kernels* (*kernels)(CacheType);
+};
+
+constexpr Choice kChoices[] = {
+    {"avx512", has_avx512, avx512_kernels}, {"avx2", has_avx2, avx2_kernels}, {"neon", has_dotprod, neon_kernels}};
+
+}  // namespace
+
+const Kernels* best_kernels(CacheType type, const char* limit) {
+  bool allowed = limit == nullptr;
+  for (const Choice& choice : kChoices) {
+    allowed = allowed || std::strcmp(limit, choice.name) == 0;
+    if (!allowed || !choice.runs()) continue;
+    if (const Kernels* kernels = choice.kernels(type)) return kernels;
+  }
+  return plain_kernels(type);
+}
+
+}  // namespace edgekv

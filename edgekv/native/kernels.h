@@ -1,0 +1,115 @@
+// What the operator computes, as plain data, and the table of functions that each instruction set provides.
+//
+// One call handles T new tokens of one layer. Rows are quantised and appended to the cache first, then every query row
+// attends to what its token may see. A "row" is one query head of one token; the G = H / K heads that share a KV head
+// lie side by side (row = token * G + head in the group), because they read the same keys and values.
+//
+// The cache of one KV head is a sequence of blocks of 16 slots, 16 * D numbers each, interleaved so that neither the
+// scores nor the weighted sum needs a horizontal addition:
+//
+//     INT8    keys   [D / 4][16 slots][4 channels]      values  [4][D channels][4 slots]
+//     float   keys   [D][16 slots]                      values  [16 slots][D]
+//
+// In INT8 four channels (keys) or four slots (values) lie in one 32-bit word: what a dot-product instruction takes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// Unroll the next loop before arrays become registers: GCC otherwise keeps arrays of accumulators on the stack, which
+// makes the kernels twice as slow.
+#if defined(__clang__)
+#define EDGEKV_UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__GNUC__)
+#define EDGEKV_UNROLL _Pragma("GCC unroll 16")
+#else
+#define EDGEKV_UNROLL
+#endif
+
+namespace edgekv {
+
+constexpr int kBlock = 16;    // slots in a block
+constexpr int kMaxDim = 256;  // head sizes are multiples of 16 up to this
+constexpr int kMaxRows = 32;  // query rows that one unit of work handles
+
+enum class CacheType { kFloat, kInt8 };
+
+// Where the cache stands before the new tokens, in tokens; `before` counts the filled slots.
+struct State {
+  int64_t before;
+  int64_t evicted;
+  int64_t pinned;    // S
+  int64_t capacity;  // C
+};
+
+struct Problem {
+  CacheType type;
+  int heads;     // H
+  int kv_heads;  // K
+  int dim;       // D
+  float scale;   // of the scores, usually 1 / sqrt(D)
+  int64_t tokens;
+  int64_t slots;  // allocated: C rounded up to whole blocks
+  State state;
+  const float* qkv;  // [T, (H + 2 K) D]
+  void* keys;        // [K, slots, D], in blocks
+  void* values;      // [K, slots, D], in blocks
+  const float* k_scale;     // [K, D], INT8 only
+  const float* v_scale;     // [K, D], INT8 only
+  const float* cos;         // [T, D / 2] at each token's absolute position
+  const float* sin;         // [T, D / 2]
+  const float* cos_pinned;  // [T, D / 2] at that position less the evicted tokens
+  const float* sin_pinned;  // [T, D / 2]
+  float* out;               // [T, H D]
+
+  int group() const { return heads / kv_heads; }  // G
+  int64_t rows() const { return tokens * group(); }
+  int64_t total() const { return state.before + tokens; }
+  int64_t qkv_stride() const { return int64_t{heads + 2 * kv_heads} * dim; }
+};
+
+// A run of slots that hold consecutive tokens. Tokens are counted as the cache holds them, without the evicted ones.
+struct Segment {
+  int64_t token;
+  int64_t slot;
+  int64_t count;
+  bool pinned;  // these keys are met by the query at its position less the evicted tokens
+};
+
+// The slots in the order of their tokens: pinned prefix, then the window, which may wrap round once.
+struct Layout {
+  Segment segments[3];
+  int count;
+};
+
+// A piece of work: some rows of one KV head over some tokens of the cache.
+struct Unit {
+  int kv_head;
+  int64_t row;
+  int rows;             // at most kMaxRows
+  int64_t first, last;  // cached tokens
+  float* partial;       // [rows, D + 2] for the maximum, the sum and the weighted values; null: write the output
+};
+
+struct Kernels {
+  const char* name;
+  void (*append)(const Problem&, int64_t first, int64_t last);  // new tokens first .. last - 1
+  void (*attend)(const Problem&, const Layout&, const Unit&);
+};
+
+// The slot of a cached token (counted without the evicted ones).
+inline int64_t slot_of(const State& s, int64_t token) {
+  if (s.evicted == 0 || token < s.pinned) return token;
+  return s.pinned + (token - s.pinned + s.evicted) % (s.capacity - s.pinned);
+}
+
+// One per instruction set that this build has; the pointers are null where the build lacks it.
+const Kernels* plain_kernels(CacheType);
+const Kernels* avx2_kernels(CacheType);
+const Kernels* avx512_kernels(CacheType);
+const Kernels* neon_kernels(CacheType);
+
+// The fastest that this processor runs. `limit` names one to stop at ("plain", "avx2", "avx512", "neon"), for tests.
+const Kernels* best_kernels(CacheType, const char* limit = nullptr);
+
+}  // namespace edgekv

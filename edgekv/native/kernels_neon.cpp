@@ -1,0 +1,180 @@
+// The kernels for 64-bit ARM with the dot-product extension (ARMv8.2: Cortex-A55 and A75 on, Jetson Orin, Apple M1).
+//
+// sdot multiplies signed bytes, four at a time. A query is two signed digits, q = 256 high + low; a weight two digits
+// of 7 bits, p = 128 high + low.
+#include "kernels.h"
+
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#include <math.h>
+#include <string.h>
+
+namespace edgekv {
+namespace {
+
+struct simd {
+  static constexpr const char* kName = "neon-dotprod";
+  static constexpr int kWidth = 4;
+  using F = float32x4_t;
+  static F load(const float* x) { return vld1q_f32(x); }
+  static void store(float* x, F y) { vst1q_f32(x, y); }
+  static F set(float x) { return vdupq_n_f32(x); }
+  static F add(F x, F y) { return vaddq_f32(x, y); }
+  static F sub(F x, F y) { return vsubq_f32(x, y); }
+  static F mul(F x, F y) { return vmulq_f32(x, y); }
+  static F fma(F x, F y, F z) { return vfmaq_f32(z, x, y); }
+  static F max(F x, F y) { return vmaxq_f32(x, y); }
+  static float largest(F x) { return vmaxvq_f32(x); }
+  static float total(F x) { return vaddvq_f32(x); }
+
+  static F exp2(F x) {
+    const uint32x4_t inside = vcgtq_f32(x, set(-100.0f));
+    x = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), inside));
+    const F n = vrndnq_f32(x), f = sub(x, n);
+    F y = fma(set(1.5403530e-4f), f, set(1.3333558e-3f));
+    y = fma(y, f, set(9.6181291e-3f));
+    y = fma(y, f, set(5.5504109e-2f));
+    y = fma(y, f, set(2.4022651e-1f));
+    y = fma(y, f, set(6.9314718e-1f));
+    y = fma(y, f, set(1.0f));
+    const int32x4_t exponent = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
+    y = mul(y, vreinterpretq_f32_s32(exponent));
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), inside));
+  }
+
+  static constexpr float kQueryLimit = 32639.0f;  // 127 * 256 + 127
+  static constexpr int kInt8ScoreRows = 3;
+  static constexpr int kInt8WeighRows = 3;
+
+  // High digits of all channels, then low digits.
+  static int32_t encode_query(const float* q, float inverse, bool usable, int dim, uint8_t* out) {
+    for (int d = 0; d < dim; d++) {
+      const int32_t code = usable ? static_cast<int32_t>(nearbyintf(q[d] * inverse)) : 0;
+      const int32_t high = (code + 128) >> 8;
+      out[d] = static_cast<uint8_t>(high);
+      out[dim + d] = static_cast<uint8_t>(code - 256 * high);
+    }
+    return 0;
+  }
+
+  // Four bytes in every 32 bits.
+  static int8x16_t four(const uint8_t* x) {
+    int32_t word;
+    memcpy(&word, x, sizeof word);
+    return vreinterpretq_s8_s32(vdupq_n_s32(word));
+  }
+
+  template <int R>
+  static void score_rows(const uint8_t* queries, const int8_t* keys, int dim, float* out, int stride) {
+    int32x4_t high[R][4], low[R][4];
+    EDGEKV_UNROLL
+    for (int r = 0; r < R; r++) {
+      EDGEKV_UNROLL
+      for (int i = 0; i < 4; i++) high[r][i] = low[r][i] = vdupq_n_s32(0);
+    }
+    for (int d = 0; d < dim; d += 4) {
+      int8x16_t k[4];
+      EDGEKV_UNROLL
+      for (int i = 0; i < 4; i++) k[i] = vld1q_s8(keys + d * kBlock + 16 * i);
+      EDGEKV_UNROLL
+      for (int r = 0; r < R; r++) {
+        const uint8_t* q = queries + 2 * int64_t{r} * dim + d;
+        const int8x16_t first = four(q), second = four(q + dim);
+        EDGEKV_UNROLL
+        for (int i = 0; i < 4; i++) {
+          high[r][i] = vdotq_s32(high[r][i], k[i], first);
+          low[r][i] = vdotq_s32(low[r][i], k[i], second);
+        }
+      }
+    }
+    EDGEKV_UNROLL
+    for (int r = 0; r < R; r++) {
+      EDGEKV_UNROLL
+      for (int i = 0; i < 4; i++) {
+        const int32x4_t sum = vaddq_s32(vshlq_n_s32(high[r][i], 8), low[r][i]);
+        store(out + int64_t{r} * stride + 4 * i, vcvtq_f32_s32(sum));
+      }
+    }
+  }
+
+  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, int dim, float* out,
+                    int stride) {
+    switch (rows) {
+      case 3: return score_rows<3>(queries, keys, dim, out, stride);
+      case 2: return score_rows<2>(queries, keys, dim, out, stride);
+      default: return score_rows<1>(queries, keys, dim, out, stride);
+    }
+  }
+
+  // High digits of all the tile's slots, then low digits.
+  static F encode_weights(F weight, uint8_t* weights, int stride, int i) {
+    const int32x4_t codes = vcvtnq_s32_f32(mul(weight, set(16383.0f)));
+    int32_t lanes[4];
+    vst1q_s32(lanes, codes);
+    for (int j = 0; j < 4; j++) {
+      weights[i + j] = static_cast<uint8_t>(lanes[j] >> 7);
+      weights[stride + i + j] = static_cast<uint8_t>(lanes[j] & 127);
+    }
+    return vcvtq_f32_s32(codes);
+  }
+
+  template <int R>
+  static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
+                         float* out, const float* alpha, const float* beta) {
+    for (int column = 0; column < dim; column += 16) {
+      int32x4_t coarse[R][4], fine[R][4];
+      EDGEKV_UNROLL
+      for (int r = 0; r < R; r++) {
+        EDGEKV_UNROLL
+        for (int i = 0; i < 4; i++) coarse[r][i] = fine[r][i] = vdupq_n_s32(0);
+      }
+      for (int s = low / 4 * 4; s < high; s += 4) {
+        int8x16_t v[4];
+        EDGEKV_UNROLL
+        for (int i = 0; i < 4; i++) v[i] = vld1q_s8(values + int64_t{s} * dim + 4 * column + 16 * i);
+        EDGEKV_UNROLL
+        for (int r = 0; r < R; r++) {
+          const uint8_t* w = weights + 2 * int64_t{r} * stride + s;
+          const int8x16_t first = four(w), second = four(w + stride);
+          EDGEKV_UNROLL
+          for (int i = 0; i < 4; i++) {
+            coarse[r][i] = vdotq_s32(coarse[r][i], v[i], first);
+            fine[r][i] = vdotq_s32(fine[r][i], v[i], second);
+          }
+        }
+      }
+      EDGEKV_UNROLL
+      for (int r = 0; r < R; r++) {
+        float* o = out + int64_t{r} * dim + column;
+        EDGEKV_UNROLL
+        for (int i = 0; i < 4; i++) {
+          const F sum = fma(vcvtq_f32_s32(coarse[r][i]), set(128.0f), vcvtq_f32_s32(fine[r][i]));
+          store(o + 4 * i, fma(load(o + 4 * i), set(alpha[r]), mul(sum, set(beta[r]))));
+        }
+      }
+    }
+  }
+
+  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
+    switch (rows) {
+      case 3: return weigh_rows<3>(weights, stride, values, low, high, dim, out, alpha, beta);
+      case 2: return weigh_rows<2>(weights, stride, values, low, high, dim, out, alpha, beta);
+      default: return weigh_rows<1>(weights, stride, values, low, high, dim, out, alpha, beta);
+    }
+  }
+
+#include "float_kernels.inl"
+};
+
+}  // namespace
+}  // namespace edgekv
+
+#define EDGEKV_KERNELS neon_kernels
+#include "kernels.inl"
+
+#else
+namespace edgekv {
+const Kernels* neon_kernels(CacheType) { return nullptr; }
+}  // namespace edgekv
+#endif

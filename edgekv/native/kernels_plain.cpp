@@ -1,0 +1,136 @@
+// The kernels in plain C++: the reference for the others, and the path for processors without one.
+//
+// This file is also the list of what a `simd` struct has to provide.
+#include "kernels.h"
+
+#include <math.h>
+#include <string.h>
+
+namespace edgekv {
+namespace {
+
+struct simd {
+  static constexpr const char* kName = "plain";
+
+  // Vectors of float32.
+  static constexpr int kWidth = 8;
+  struct F {
+    float v[kWidth];
+  };
+  static F load(const float* x) {
+    F y;
+    memcpy(y.v, x, sizeof y.v);
+    return y;
+  }
+  static void store(float* x, F y) { memcpy(x, y.v, sizeof y.v); }
+  static F set(float x) {
+    F y;
+    for (float& lane : y.v) lane = x;
+    return y;
+  }
+  static F add(F x, F y) {
+    for (int i = 0; i < kWidth; i++) x.v[i] += y.v[i];
+    return x;
+  }
+  static F sub(F x, F y) {
+    for (int i = 0; i < kWidth; i++) x.v[i] -= y.v[i];
+    return x;
+  }
+  static F mul(F x, F y) {
+    for (int i = 0; i < kWidth; i++) x.v[i] *= y.v[i];
+    return x;
+  }
+  static F fma(F x, F y, F z) {
+    for (int i = 0; i < kWidth; i++) x.v[i] = x.v[i] * y.v[i] + z.v[i];
+    return x;
+  }
+  static F max(F x, F y) {
+    for (int i = 0; i < kWidth; i++) x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i];
+    return x;
+  }
+  static float largest(F x) {
+    for (float lane : x.v) x.v[0] = lane > x.v[0] ? lane : x.v[0];
+    return x.v[0];
+  }
+  static float total(F x) {
+    float sum = 0;
+    for (float lane : x.v) sum += lane;
+    return sum;
+  }
+  // 2^x for x <= 0; exactly 0 from -100 down, and for NaN.
+  static F exp2(F x) {
+    for (float& lane : x.v) lane = lane > -100.0f ? exp2f(lane) : 0.0f;
+    return x;
+  }
+
+  // INT8. Queries and weights are int16 here; other sets may hold them as two digits of 8 bits.
+  static constexpr float kQueryLimit = 32639.0f;  // the largest integer a query may hold
+  static constexpr int kInt8ScoreRows = 4;
+  static constexpr int kInt8WeighRows = 3;
+
+  // q * inverse as integers, at most kQueryLimit; the result is what `score` wants as `sums`.
+  static int32_t encode_query(const float* q, float inverse, bool usable, int dim, uint8_t* out) {
+    for (int d = 0; d < dim; d++) {
+      const int16_t code = usable ? static_cast<int16_t>(nearbyintf(q[d] * inverse)) : int16_t{0};
+      memcpy(out + 2 * d, &code, 2);
+    }
+    return 0;
+  }
+
+  // Raw scores of `rows` queries (at most kInt8ScoreRows) against one block of keys.
+  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, int dim, float* out,
+                    int stride) {
+    for (int r = 0; r < rows; r++) {
+      int32_t sums[kBlock] = {};
+      for (int d = 0; d < dim; d += 4) {
+        int16_t q[4];
+        memcpy(q, queries + 2 * (int64_t{r} * dim + d), sizeof q);
+        const int8_t* k = keys + d * kBlock;
+        for (int s = 0; s < kBlock; s++) {
+          sums[s] += q[0] * k[4 * s] + q[1] * k[4 * s + 1] + q[2] * k[4 * s + 2] + q[3] * k[4 * s + 3];
+        }
+      }
+      for (int s = 0; s < kBlock; s++) out[int64_t{r} * stride + s] = static_cast<float>(sums[s]);
+    }
+  }
+
+  // Weights 0 .. 1 of slots i .. i + kWidth - 1 as integers; returns those integers, for the sum. `weights` is the
+  // row's memory, of 2 * stride bytes.
+  static F encode_weights(F weight, uint8_t* weights, int, int i) {
+    int16_t codes[kWidth];
+    for (int j = 0; j < kWidth; j++) {
+      codes[j] = static_cast<int16_t>(weight.v[j] * 32767.0f + 0.5f);
+      weight.v[j] = codes[j];
+    }
+    memcpy(weights + 2 * i, codes, sizeof codes);
+    return weight;
+  }
+
+  // o = o alpha + beta sum p v for `rows` rows (at most kInt8WeighRows), over the groups of 4 slots that hold slots
+  // low .. high - 1. Weights outside of these are 0.
+  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
+    for (int r = 0; r < rows; r++) {
+      int32_t sums[kMaxDim] = {};
+      for (int s = low / 4 * 4; s < high; s += 4) {
+        int16_t w[4];
+        memcpy(w, weights + 2 * (int64_t{r} * stride + s), sizeof w);
+        const int8_t* v = values + int64_t{s} * dim;
+        for (int d = 0; d < dim; d++) {
+          sums[d] += w[0] * v[4 * d] + w[1] * v[4 * d + 1] + w[2] * v[4 * d + 2] + w[3] * v[4 * d + 3];
+        }
+      }
+      float* o = out + int64_t{r} * dim;
+      for (int d = 0; d < dim; d++) o[d] = o[d] * alpha[r] + beta[r] * static_cast<float>(sums[d]);
+    }
+  }
+
+  // The same over a float cache.
+#include "float_kernels.inl"
+};
+
+}  // namespace
+}  // namespace edgekv
+
+#define EDGEKV_KERNELS plain_kernels
+#include "kernels.inl"

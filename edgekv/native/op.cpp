@@ -1,0 +1,264 @@
+// edgekv::CachedAttention as an operator of ONNX Runtime, domain "edgekv", CPU provider.
+//
+//     inputs    qkv      float [1, T, (H + 2 K) D]   packed queries, keys and values of the new tokens
+//               keys     int8 or float [1, K, slots, D]   the cache, written in place; kernels.h has its order
+//               values   like keys
+//               state    int64 [4]   cached tokens before, evicted tokens, pinned tokens S, capacity C
+//               angles   float [4, T, D / 2]   cos and sin at the absolute positions, and less the evicted tokens
+//               scales   float [2, K, D]   of keys and of values; only with an INT8 cache
+//     output    float [1, T, H D]
+//     attributes  num_heads, kv_num_heads (int), scale (float, 0 is 1 / sqrt(D)), softcap (float) and window (int),
+//               which must be 0
+//
+// Writing into an input is what makes the cache a buffer that is bound once; no other node may read it.
+#include <cmath>
+#include <cstdlib>
+#include <exception>
+#include <new>
+
+#include "attention.h"
+#include "ort_abi.h"
+
+namespace edgekv {
+namespace {
+
+ort::Api api;
+
+// A failed call or a problem that does not fit; carries what goes back to ONNX Runtime.
+class Failure {
+ public:
+  explicit Failure(ort::Status* status) : status_(status) {}
+  explicit Failure(const char* text) : status_(api.CreateStatus(ort::kInvalidArgument, text)) {}
+  ort::Status* status() const { return status_; }
+
+ private:
+  ort::Status* status_;
+};
+
+void check(ort::Status* status) {
+  if (status) throw Failure(status);
+}
+
+void require(bool condition, const char* otherwise) {
+  if (!condition) throw Failure(otherwise);
+}
+
+// Runs something that may throw, for callers that must not.
+template <class Work>
+ort::Status* guarded(Work work) noexcept {
+  try {
+    work();
+    return nullptr;
+  } catch (const Failure& failure) {
+    return failure.status();
+  } catch (const std::exception& error) {
+    return api.CreateStatus(ort::kFail, error.what());
+  }
+}
+
+constexpr size_t kMaxRank = 4;
+
+struct Tensor {
+  void* data = nullptr;
+  int type = ort::kUndefined;
+  size_t rank = 0;
+  int64_t dims[kMaxRank] = {};
+
+  bool is(int wanted, size_t wanted_rank) const { return data && type == wanted && rank == wanted_rank; }
+};
+
+// Releases the shape whatever happens while it is read.
+struct Info {
+  ort::TensorInfo* pointer = nullptr;
+  ~Info() {
+    if (pointer) api.ReleaseTensorInfo(pointer);
+  }
+};
+
+Tensor input(const ort::KernelContext* context, size_t index) {
+  const ort::Value* value = nullptr;
+  check(api.GetInput(context, index, &value));
+  Tensor tensor;
+  if (!value) return tensor;  // an optional input that is not there
+  Info info;
+  check(api.GetTensorTypeAndShape(value, &info.pointer));
+  check(api.GetTensorElementType(info.pointer, &tensor.type));
+  check(api.GetDimensionsCount(info.pointer, &tensor.rank));
+  require(tensor.rank <= kMaxRank, "CachedAttention: an input has more than four dimensions");
+  check(api.GetDimensions(info.pointer, tensor.dims, tensor.rank));
+  check(api.GetTensorMutableData(value, &tensor.data));
+  return tensor;
+}
+
+int64_t integer(const ort::KernelInfo* info, const char* name, int64_t otherwise) {
+  int64_t value = otherwise;
+  if (ort::Status* status = api.GetAttribute(info, name, &value)) {
+    api.ReleaseStatus(status);
+    return otherwise;
+  }
+  return value;
+}
+
+float number(const ort::KernelInfo* info, const char* name, float otherwise) {
+  float value = otherwise;
+  if (ort::Status* status = api.GetAttribute(info, name, &value)) {
+    api.ReleaseStatus(status);
+    return otherwise;
+  }
+  return value;
+}
+
+class Kernel {
+ public:
+  explicit Kernel(const ort::KernelInfo* info)
+      : heads_(integer(info, "num_heads", 0)),
+        kv_heads_(integer(info, "kv_num_heads", 0)),
+        scale_(number(info, "scale", 0.0f)) {
+    require(heads_ > 0 && kv_heads_ > 0 && heads_ < 65536 && heads_ % kv_heads_ == 0,
+            "CachedAttention: num_heads must be a multiple of kv_num_heads");
+    require(number(info, "softcap", 0.0f) == 0.0f, "CachedAttention: softcap is not implemented");
+    require(integer(info, "window", 0) == 0, "CachedAttention: a window per layer is not implemented");
+    const char* limit = std::getenv("EDGEKV_NATIVE_ISA");  // for tests and measurements
+    kernels_[0] = best_kernels(CacheType::kFloat, limit);
+    kernels_[1] = best_kernels(CacheType::kInt8, limit);
+  }
+
+  void compute(ort::KernelContext* context) const {
+    Problem problem = read(context);
+    const int64_t shape[3] = {1, problem.tokens, int64_t{problem.heads} * problem.dim};
+    ort::Value* output = nullptr;
+    check(api.GetOutput(context, 0, shape, 3, &output));
+    void* data = nullptr;
+    check(api.GetTensorMutableData(output, &data));
+    problem.out = static_cast<float*>(data);
+    const Kernels& kernels = *kernels_[problem.type == CacheType::kInt8];
+    cached_attention(problem, kernels, Parallel{context, run_parallel});
+  }
+
+ private:
+  static void run_parallel(void* context, void (*body)(void*, size_t), size_t count, void* argument) {
+    check(api.ParallelFor(static_cast<const ort::KernelContext*>(context), body, count, 0, argument));
+  }
+
+  // The problem as the inputs state it, every size checked.
+  Problem read(const ort::KernelContext* context) const {
+    const Tensor qkv = input(context, 0), keys = input(context, 1), values = input(context, 2);
+    const Tensor state = input(context, 3), angles = input(context, 4);
+    size_t count = 0;
+    check(api.GetInputCount(context, &count));
+    const Tensor scales = count > 5 ? input(context, 5) : Tensor{};
+    require(qkv.is(ort::kFloat, 3) && qkv.dims[0] == 1, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
+    require(keys.type == ort::kInt8 || keys.type == ort::kFloat, "CachedAttention: the cache is neither int8 nor float");
+    require(keys.is(keys.type, 4) && keys.dims[0] == 1 && keys.dims[1] == kv_heads_,
+            "CachedAttention: keys are not [1, K, slots, D]");
+    require(values.is(keys.type, 4), "CachedAttention: values are not of the type of keys");
+    for (int i = 0; i < 4; i++) require(values.dims[i] == keys.dims[i], "CachedAttention: values have not keys' shape");
+    const int64_t tokens = qkv.dims[1], dim = keys.dims[3];
+    require(qkv.dims[2] == (heads_ + 2 * kv_heads_) * dim, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
+    require(state.is(ort::kInt64, 1) && state.dims[0] == 4, "CachedAttention: state is not int64 [4]");
+    require(angles.is(ort::kFloat, 3) && angles.dims[0] == 4 && angles.dims[1] == tokens && angles.dims[2] == dim / 2,
+            "CachedAttention: angles are not float [4, T, D / 2]");
+    Problem problem{};
+    problem.type = keys.type == ort::kInt8 ? CacheType::kInt8 : CacheType::kFloat;
+    if (problem.type == CacheType::kInt8) {
+      require(scales.is(ort::kFloat, 3) && scales.dims[0] == 2 && scales.dims[1] == kv_heads_ && scales.dims[2] == dim,
+              "CachedAttention: scales are not float [2, K, D]");
+      problem.k_scale = static_cast<const float*>(scales.data);
+      problem.v_scale = problem.k_scale + kv_heads_ * dim;
+    }
+    problem.heads = static_cast<int>(heads_);
+    problem.kv_heads = static_cast<int>(kv_heads_);
+    problem.dim = static_cast<int>(dim <= kMaxDim ? dim : 0);
+    problem.scale = scale_ != 0.0f ? scale_ : 1.0f / std::sqrt(static_cast<float>(dim));
+    problem.tokens = tokens;
+    problem.slots = keys.dims[2];
+    problem.qkv = static_cast<const float*>(qkv.data);
+    problem.keys = keys.data;
+    problem.values = values.data;
+    const int64_t* counts = static_cast<const int64_t*>(state.data);
+    problem.state = {counts[0], counts[1], counts[2], counts[3]};
+    const float* table = static_cast<const float*>(angles.data);
+    const int64_t size = tokens * (dim / 2);
+    problem.cos = table;
+    problem.sin = table + size;
+    problem.cos_pinned = table + 2 * size;
+    problem.sin_pinned = table + 3 * size;
+    if (const char* what = fault(problem)) throw Failure(what);
+    return problem;
+  }
+
+  int64_t heads_, kv_heads_;
+  float scale_;
+  const Kernels* kernels_[2];  // for a float and for an INT8 cache
+};
+
+enum Input : size_t { kQkv, kKeys, kValues, kState, kAngles, kScales, kInputs };
+
+int input_type(const ort::CustomOp*, size_t index) {
+  if (index == kKeys || index == kValues) return ort::kUndefined;  // any; Kernel::read checks it
+  return index == kState ? ort::kInt64 : ort::kFloat;
+}
+
+ort::Status* create(const ort::CustomOp*, const ort::ApiTable*, const ort::KernelInfo* info, void** kernel) {
+  return guarded([&] { *kernel = new Kernel(info); });
+}
+
+ort::Status* compute(void* kernel, ort::KernelContext* context) {
+  return guarded([&] { static_cast<const Kernel*>(kernel)->compute(context); });
+}
+
+ort::CustomOp make_op() {
+  ort::CustomOp op{};
+  op.version = ort::kVersion;
+  op.GetName = [](const ort::CustomOp*) { return "CachedAttention"; };
+  op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+  op.GetInputType = input_type;
+  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return kInputs; };
+  op.GetOutputType = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
+  op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return index == kScales ? ort::kOptional : ort::kRequired;
+  };
+  op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) -> int { return ort::kRequired; };
+  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) -> int { return ort::kDefaultMemory; };
+  op.GetVariadicInputMinArity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 1; };
+  op.CreateKernelV2 = create;
+  op.KernelComputeV2 = compute;
+  op.GetStartVersion = [](const ort::CustomOp*) { return 1; };
+  op.GetEndVersion = [](const ort::CustomOp*) { return 0x7fffffff; };
+  return op;
+}
+
+const ort::CustomOp op = make_op();
+
+}  // namespace
+}  // namespace edgekv
+
+#if defined(_WIN32)
+#define EDGEKV_EXPORT extern "C" __declspec(dllexport)
+#else
+#define EDGEKV_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+// What ONNX Runtime calls when the library is registered.
+EDGEKV_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
+  const ort::ApiTable* table = base->GetApi(ort::kVersion);
+  if (!table) {
+    const ort::Api oldest(base->GetApi(1));
+    return oldest.CreateStatus(ort::kFail, "edgekv's operators need ONNX Runtime 1.17 or later");
+  }
+  edgekv::api = ort::Api(table);
+  ort::CustomOpDomain* domain = nullptr;
+  if (ort::Status* status = edgekv::api.CreateCustomOpDomain("edgekv", &domain)) return status;
+  if (ort::Status* status = edgekv::api.CustomOpDomain_Add(domain, &edgekv::op)) return status;
+  return edgekv::api.AddCustomOpDomain(options, domain);
+}
+
+// The instruction set that INT8 attention runs with, for `edgekv info`.
+EDGEKV_EXPORT const char* edgekv_instruction_set() {
+  return edgekv::best_kernels(edgekv::CacheType::kInt8, std::getenv("EDGEKV_NATIVE_ISA"))->name;
+}

@@ -1,0 +1,369 @@
+// The operator's body against a loop in float64, for every instruction set that this machine runs.
+//
+// Random shapes, lengths, rings that have wrapped, pinned prefixes and scales. What is compared: the rows that were
+// written (codes may differ by one where the float64 quotient is a tie), every other byte of the cache (must not have
+// changed), and the output, given the rows as stored: at most 1e-3 of the row's length away.
+//
+//     test_attention [rounds] [seed]
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+
+using namespace edgekv;
+
+namespace {
+
+constexpr double kTolerance = 1e-3;
+
+void run_threads(void*, void (*body)(void*, size_t), size_t count, void* argument) {
+  std::atomic<size_t> next{0};
+  auto work = [&] {
+    for (size_t i = next++; i < count; i = next++) body(argument, i);
+  };
+  std::thread other(work), third(work);
+  work();
+  other.join();
+  third.join();
+}
+
+struct Case {
+  CacheType type = CacheType::kInt8;
+  int group = 3, kv_heads = 2, dim = 64;
+  int64_t tokens = 1;
+  State state{0, 0, 0, 64};
+  double k_size = 1, v_size = 1;  // how large keys and values are
+  bool flat = false;              // queries of almost nothing: attention spread over all slots
+};
+
+// Everything that a problem points at.
+struct Memory {
+  std::vector<float> qkv, k_scale, v_scale, cos, sin, cos_pinned, sin_pinned, out;
+  std::vector<int8_t> codes[2];
+  std::vector<float> floats[2];
+  Problem problem{};
+};
+
+double angle(int64_t position, int d, int dim) { return position * std::pow(10000.0, -2.0 * d / dim); }
+
+void fill_angles(Memory& m, const Case& c) {
+  for (int64_t t = 0; t < c.tokens; t++) {
+    for (int d = 0; d < c.dim / 2; d++) {
+      const int64_t cached = c.state.before + t;
+      const double absolute = angle(cached + c.state.evicted, d, c.dim), pinned = angle(cached, d, c.dim);
+      m.cos.push_back(static_cast<float>(std::cos(absolute)));
+      m.sin.push_back(static_cast<float>(std::sin(absolute)));
+      m.cos_pinned.push_back(static_cast<float>(std::cos(pinned)));
+      m.sin_pinned.push_back(static_cast<float>(std::sin(pinned)));
+    }
+  }
+}
+
+Memory make(const Case& c, std::mt19937& random) {
+  Memory m;
+  std::normal_distribution<double> normal;
+  const int heads = c.group * c.kv_heads;
+  const int64_t slots = (c.state.capacity + kBlock - 1) / kBlock * kBlock;
+  const size_t channels = static_cast<size_t>(c.kv_heads) * c.dim, items = channels * slots;
+  std::vector<double> k_spread(channels), v_spread(channels);
+  for (size_t i = 0; i < channels; i++) {
+    k_spread[i] = c.k_size * std::exp(0.5 * normal(random));
+    v_spread[i] = c.v_size * std::exp(0.5 * normal(random));
+    m.k_scale.push_back(static_cast<float>(k_spread[i] * 4 / 127));
+    m.v_scale.push_back(static_cast<float>(v_spread[i] * 3 / 127));  // a few values saturate
+  }
+  for (int64_t t = 0; t < c.tokens; t++) {
+    for (int i = 0; i < heads * c.dim; i++) m.qkv.push_back(static_cast<float>(normal(random) * (c.flat ? 1e-3 : 2)));
+    for (double spread : k_spread) m.qkv.push_back(static_cast<float>(normal(random) * spread));
+    for (double spread : v_spread) m.qkv.push_back(static_cast<float>(normal(random) * spread));
+  }
+  fill_angles(m, c);
+  for (int part = 0; part < 2; part++) {
+    const auto& spread = part ? v_spread : k_spread;
+    for (size_t i = 0; i < items; i++) {
+      m.codes[part].push_back(static_cast<int8_t>(std::clamp(normal(random) * 35, -128.0, 127.0)));
+      m.floats[part].push_back(static_cast<float>(normal(random) * spread[0]));
+    }
+  }
+  m.out.assign(static_cast<size_t>(c.tokens) * heads * c.dim, std::numeric_limits<float>::quiet_NaN());
+  Problem& p = m.problem;
+  p.type = c.type;
+  p.heads = heads;
+  p.kv_heads = c.kv_heads;
+  p.dim = c.dim;
+  // Scores of a few units whatever the keys' size, as a trained model's are.
+  p.scale = static_cast<float>(1 / (std::sqrt(static_cast<double>(c.dim)) * c.k_size));
+  p.tokens = c.tokens;
+  p.slots = slots;
+  p.state = c.state;
+  return m;
+}
+
+void connect(Memory& m) {
+  Problem& p = m.problem;
+  const bool int8 = p.type == CacheType::kInt8;
+  p.qkv = m.qkv.data();
+  p.keys = int8 ? static_cast<void*>(m.codes[0].data()) : m.floats[0].data();
+  p.values = int8 ? static_cast<void*>(m.codes[1].data()) : m.floats[1].data();
+  p.k_scale = int8 ? m.k_scale.data() : nullptr;
+  p.v_scale = int8 ? m.v_scale.data() : nullptr;
+  p.cos = m.cos.data();
+  p.sin = m.sin.data();
+  p.cos_pinned = m.cos_pinned.data();
+  p.sin_pinned = m.sin_pinned.data();
+  p.out = m.out.data();
+}
+
+// Where a number lies, written down once more from the description in kernels.h.
+size_t place(const Problem& p, bool value, int head, int64_t slot, int d) {
+  const size_t base = static_cast<size_t>(head * p.slots + slot / 16 * 16) * p.dim;
+  const int s = static_cast<int>(slot % 16);
+  if (p.type == CacheType::kFloat) return base + (value ? s * p.dim + d : d * 16 + s);
+  return base + (value ? (s / 4 * p.dim + d) * 4 + s % 4 : (d / 4 * 16 + s) * 4 + d % 4);
+}
+
+double stored(const Memory& m, bool value, int head, int64_t slot, int d) {
+  const size_t at = place(m.problem, value, head, slot, d);
+  if (m.problem.type == CacheType::kFloat) return m.floats[value][at];
+  const auto& scale = value ? m.v_scale : m.k_scale;
+  return static_cast<double>(m.codes[value][at]) * scale[static_cast<size_t>(head) * m.problem.dim + d];
+}
+
+int64_t wanted_slot(const State& s, int64_t cached) {
+  if (s.evicted == 0 || cached < s.pinned) return cached;
+  return s.pinned + (cached + s.evicted - s.pinned) % (s.capacity - s.pinned);
+}
+
+std::vector<double> rotated(const Problem& p, const float* x, int64_t token, bool pinned) {
+  const float* cosine = (pinned ? p.cos_pinned : p.cos) + token * (p.dim / 2);
+  const float* sine = (pinned ? p.sin_pinned : p.sin) + token * (p.dim / 2);
+  std::vector<double> y(p.dim);
+  const int half = p.dim / 2;
+  for (int d = 0; d < half; d++) {
+    y[d] = double{x[d]} * cosine[d] - double{x[d + half]} * sine[d];
+    y[d + half] = double{x[d + half]} * cosine[d] + double{x[d]} * sine[d];
+  }
+  return y;
+}
+
+// The new rows, in float64; touched bytes are marked.
+bool check_rows(const Memory& m, std::vector<bool> touched[2]) {
+  const Problem& p = m.problem;
+  for (int64_t t = 0; t < p.tokens; t++) {
+    const int64_t cached = p.state.before + t, slot = wanted_slot(p.state, cached);
+    for (int head = 0; head < p.kv_heads; head++) {
+      const float* key = p.qkv + t * p.qkv_stride() + (p.heads + head) * p.dim;
+      const float* value = key + p.kv_heads * p.dim;
+      const auto k = rotated(p, key, t, p.state.evicted && cached < p.state.pinned);
+      for (int d = 0; d < p.dim; d++) {
+        for (int part = 0; part < 2; part++) {
+          touched[part][place(p, part, head, slot, d)] = true;
+          const double wanted = part ? value[d] : k[d], found = stored(m, part, head, slot, d);
+          double slack = 1e-5 * (std::fabs(wanted) + std::hypot(key[d], key[(d + p.dim / 2) % p.dim]));
+          double bounded = wanted;
+          if (p.type == CacheType::kInt8) {
+            const double step = (part ? p.v_scale : p.k_scale)[head * p.dim + d];
+            slack += 0.5 * step;
+            bounded = std::clamp(wanted, -127 * step, 127 * step);
+          }
+          if (std::fabs(found - bounded) <= slack) continue;
+          std::printf("row %lld head %d channel %d part %d: stored %g, wanted %g\n", static_cast<long long>(cached),
+                      head, d, part, found, bounded);
+          return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+
+// The largest relative error of an output row.
+double output_error(const Memory& m) {
+  const Problem& p = m.problem;
+  double worst = 0;
+  for (int64_t t = 0; t < p.tokens; t++) {
+    const int64_t visible = p.state.before + t + 1;
+    for (int h = 0; h < p.heads; h++) {
+      const int head = h / p.group();
+      const float* query = p.qkv + t * p.qkv_stride() + h * p.dim;
+      const auto window_q = rotated(p, query, t, false), pinned_q = rotated(p, query, t, true);
+      std::vector<double> scores(visible), wanted(p.dim);
+      double largest = -INFINITY, sum = 0, length = 0, distance = 0;
+      for (int64_t j = 0; j < visible; j++) {
+        const int64_t slot = wanted_slot(p.state, j);
+        const auto& q = p.state.evicted && j < p.state.pinned ? pinned_q : window_q;
+        for (int d = 0; d < p.dim; d++) scores[j] += q[d] * stored(m, false, head, slot, d);
+        scores[j] *= p.scale;
+        largest = std::max(largest, scores[j]);
+      }
+      for (int64_t j = 0; j < visible; j++) {
+        const double weight = std::exp(scores[j] - largest);
+        sum += weight;
+        for (int d = 0; d < p.dim; d++) wanted[d] += weight * stored(m, true, head, wanted_slot(p.state, j), d);
+      }
+      const float* found = p.out + (t * p.heads + h) * p.dim;
+      for (int d = 0; d < p.dim; d++) {
+        wanted[d] /= sum;
+        length += wanted[d] * wanted[d];
+        distance += (wanted[d] - found[d]) * (wanted[d] - found[d]);
+      }
+      const double error = std::sqrt(distance / length);
+      if (!(error <= worst)) worst = error;
+    }
+  }
+  return worst;
+}
+
+template <class T>
+bool unchanged(const std::vector<T>& before, const std::vector<T>& after, const std::vector<bool>& touched) {
+  for (size_t i = 0; i < before.size(); i++) {
+    if (!touched[i] && std::memcmp(&before[i], &after[i], sizeof(T))) return false;
+  }
+  return true;
+}
+
+double worst_error = 0;
+
+bool check(const Case& c, const Kernels& kernels, unsigned seed) {
+  std::mt19937 random(seed);
+  Memory m = make(c, random);
+  connect(m);
+  if (const char* what = fault(m.problem)) {
+    std::printf("refused: %s\n", what);
+    return false;
+  }
+  const Memory before = m;
+  cached_attention(m.problem, kernels, Parallel{nullptr, run_threads});
+  std::vector<bool> touched[2] = {std::vector<bool>(m.codes[0].size()), std::vector<bool>(m.codes[1].size())};
+  bool good = check_rows(m, touched);
+  for (int part = 0; part < 2; part++) {
+    good = good && unchanged(before.codes[part], m.codes[part], c.type == CacheType::kInt8
+                                                                    ? touched[part]
+                                                                    : std::vector<bool>(touched[part].size()));
+    good = good && unchanged(before.floats[part], m.floats[part], c.type == CacheType::kFloat
+                                                                      ? touched[part]
+                                                                      : std::vector<bool>(touched[part].size()));
+  }
+  const double error = output_error(m);
+  worst_error = std::max(worst_error, error);
+  if (good && error <= kTolerance) return true;
+  std::printf("FAILED %s %s: group %d, kv heads %d, dim %d, tokens %lld, before %lld, evicted %lld, pinned %lld, "
+              "capacity %lld, k size %g, v size %g, flat %d, seed %u: error %g%s\n",
+              kernels.name, c.type == CacheType::kInt8 ? "int8" : "float", c.group, c.kv_heads, c.dim,
+              static_cast<long long>(c.tokens), static_cast<long long>(c.state.before),
+              static_cast<long long>(c.state.evicted), static_cast<long long>(c.state.pinned),
+              static_cast<long long>(c.state.capacity), c.k_size, c.v_size, c.flat, seed, error,
+              good ? "" : ", and the cache is wrong");
+  return false;
+}
+
+template <class T>
+T pick(std::mt19937& random, std::initializer_list<T> choices) {
+  return choices.begin()[random() % choices.size()];
+}
+
+Case random_case(std::mt19937& random) {
+  Case c;
+  c.type = random() % 4 ? CacheType::kInt8 : CacheType::kFloat;
+  c.group = pick(random, {1, 2, 3, 4, 5, 7, 8, 16});
+  c.kv_heads = pick(random, {1, 2, 3});
+  c.dim = pick(random, {16, 32, 64, 80, 96, 128, 192, 256});
+  const int64_t pinned = pick<int64_t>(random, {0, 0, 4, 4, 17, 100});
+  c.state.capacity = pinned * 2 + 64 + static_cast<int64_t>(random() % 900);
+  c.state.pinned = pinned;
+  c.tokens = random() % 2 ? 1 : 1 + static_cast<int64_t>(random() % 60);
+  c.state.before = static_cast<int64_t>(random() % (c.state.capacity - c.tokens + 1));
+  if (random() % 4 == 0) c.state.before = c.state.capacity - c.tokens;
+  if (random() % 2) c.state.evicted = 1 + static_cast<int64_t>(random() % 5000);
+  c.k_size = pick(random, {1.0, 1.0, 1e-6, 1e3});
+  c.v_size = pick(random, {1.0, 1.0, 1e-6, 1e3});
+  c.flat = random() % 4 == 0;
+  return c;
+}
+
+bool check_refusals() {
+  std::mt19937 random(1);
+  Memory m = make(Case{}, random);
+  connect(m);
+  bool good = fault(m.problem) == nullptr;
+  auto refused = [&](auto change) {
+    Problem p = m.problem;
+    change(p);
+    good = good && fault(p) != nullptr;
+  };
+  refused([](Problem& p) { p.state.before = -1; });
+  refused([](Problem& p) { p.state.before = 64; });
+  refused([](Problem& p) { p.state.before = std::numeric_limits<int64_t>::max(); });
+  refused([](Problem& p) { p.state.evicted = -1; });
+  refused([](Problem& p) { p.state.evicted = std::numeric_limits<int64_t>::max(); });
+  refused([](Problem& p) { p.state.pinned = 64; });
+  refused([](Problem& p) { p.state.pinned = -1; });
+  refused([](Problem& p) { p.state.capacity = 65; });
+  refused([](Problem& p) { p.state.capacity = 0; });
+  refused([](Problem& p) { p.slots = 63; });
+  refused([](Problem& p) { p.dim = 24; });
+  refused([](Problem& p) { p.dim = 272; });
+  refused([](Problem& p) { p.kv_heads = 4; });
+  refused([](Problem& p) { p.kv_heads = 0; });
+  refused([](Problem& p) { p.tokens = 0; });
+  refused([](Problem& p) { p.tokens = 65; });
+  if (!good) std::printf("FAILED: a problem that does not fit was not refused\n");
+  return good;
+}
+
+// A number that is not finite must come out as such, and only in its own row.
+bool check_not_finite(const Kernels& kernels, CacheType type) {
+  std::mt19937 random(2);
+  Case c;
+  c.type = type;
+  c.tokens = 3;
+  c.state = {40, 9, 4, 64};
+  Memory m = make(c, random);
+  connect(m);
+  const int heads = m.problem.heads;
+  m.qkv[5] = std::numeric_limits<float>::infinity();
+  m.qkv[static_cast<size_t>(m.problem.qkv_stride() + 64)] = std::numeric_limits<float>::quiet_NaN();
+  cached_attention(m.problem, kernels, Parallel{nullptr, run_threads});
+  bool good = true;
+  for (int row = 0; row < 3 * heads; row++) {
+    const bool bad = row == 0 || row == heads + 1;
+    for (int d = 0; d < c.dim; d++) good = good && std::isfinite(m.out[row * c.dim + d]) != bad;
+  }
+  for (float& x : m.qkv) x = std::numeric_limits<float>::quiet_NaN();
+  cached_attention(m.problem, kernels, Parallel{nullptr, run_threads});
+  if (!good) std::printf("FAILED %s: not-finite queries\n", kernels.name);
+  return good;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 300;
+  const unsigned seed = argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 1;
+  int failures = !check_refusals();
+  const char* previous = "";
+  for (const char* limit : {"avx512", "avx2", "neon", "plain"}) {
+    const Kernels& kernels = *best_kernels(CacheType::kInt8, limit);
+    if (!std::strcmp(previous, kernels.name)) continue;
+    previous = kernels.name;
+    worst_error = 0;
+    failures += !check_not_finite(kernels, CacheType::kInt8);
+    failures += !check_not_finite(*best_kernels(CacheType::kFloat, limit), CacheType::kFloat);
+    for (int i = 0; i < rounds; i++) {
+      std::mt19937 random(seed + static_cast<unsigned>(i));
+      const Case c = random_case(random);
+      failures += !check(c, *best_kernels(c.type, limit), seed + static_cast<unsigned>(i));
+    }
+    std::printf("%-12s %d cases, largest error %.2g\n", kernels.name, rounds, worst_error);
+  }
+  std::printf(failures ? "%d FAILED\n" : "all good\n", failures);
+  return failures != 0;
+}

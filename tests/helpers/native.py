@@ -1,0 +1,56 @@
+"""Building edgekv/native without CMake, for tests: the sources, once for each set of flags."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[2] / "edgekv" / "native"
+_COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w")
+_OWN_FLAGS = {
+    "kernels_avx2": ("-mavx2", "-mfma"),
+    "kernels_avx512": (
+        "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni",
+    ),
+} if platform.machine() in ("x86_64", "AMD64") else {"kernels_neon": ("-march=armv8.2-a+dotprod",)}  # fmt: skip
+_CORE = ("attention", "cpu", "kernels_plain", "kernels_avx2", "kernels_avx512", "kernels_neon")
+
+
+def compiler() -> str | None:
+    """A C++ compiler that takes GCC's options, if there is one."""
+    return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+
+
+def build_library(folder: Path) -> Path:
+    """Build the operator library into a folder."""
+    target = folder / "libedgekv_ops.so"
+    _link(folder, ("op",), target, ("-shared",))
+    return target
+
+
+def build_program(folder: Path, *flags: str) -> Path:
+    """Build test_attention into a folder, e.g. with sanitizers."""
+    target = folder / "test_attention"
+    _link(folder, ("test_attention",), target, ("-pthread", *flags))
+    return target
+
+
+def _link(folder: Path, extra: tuple[str, ...], target: Path, flags: tuple[str, ...]) -> None:
+    jobs, objects = [], []
+    compile_flags = tuple(flag for flag in flags if flag != "-shared")
+    for name in (*_CORE, *extra):
+        objects.append(str(folder / f"{name}.o"))
+        own = _OWN_FLAGS.get(name, ())
+        source = str(SOURCES / f"{name}.cpp")
+        jobs.append(subprocess.Popen([_compiler(), *_COMMON, *compile_flags, *own, "-c", source, "-o", objects[-1]]))
+    results = [job.wait() for job in jobs]
+    assert not any(results), "it does not compile"
+    subprocess.run([_compiler(), *flags, *objects, "-o", str(target)], check=True)
+
+
+def _compiler() -> str:
+    found = compiler()
+    assert found is not None
+    return found
