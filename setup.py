@@ -1,7 +1,7 @@
 """Builds the native attention operator (edgekv/native) with CMake where a C++ compiler is there.
 
 Everything else about the package stands in pyproject.toml. Without a compiler the build goes on without the library,
-and says so: edgekv then runs on ONNX Runtime's own attention operator, which is slower on long chats and otherwise the same.
+and says so: edgekv then runs on ONNX Runtime's own attention operator, slower on long chats and otherwise the same.
 """
 
 from __future__ import annotations

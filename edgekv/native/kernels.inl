@@ -24,7 +24,13 @@ constexpr float kLog2e = 1.44269504088896f;
 constexpr float kMasked = -3e38f;
 constexpr float kTinyScale = 1e-30f;  // of a query that is all zeros: masked scores must stay far below the others
 constexpr int kTileScores = 8192;     // rows * slots of a tile
-constexpr int kMaxTileSlots = 1024;   // the integer sums of `weigh` fit 32 bits up to here
+#ifndef EDGEKV_AHEAD
+#define EDGEKV_AHEAD 8
+#endif
+#ifndef TS
+#define TS 1024
+#endif
+constexpr int kMaxTileSlots = TS;   // the integer sums of `weigh` fit 32 bits up to here
 constexpr int kMaxTileCodes = 65536;  // slots * D: keys of a tile stay in the second-level cache while rows go by
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -125,6 +131,8 @@ struct alignas(64) Work {
   float beta[kMaxRows];
   bool finite[kMaxRows];
   int tile_slots;  // the stride of scores and weights
+  const char* ahead;      // what to prefetch next while weights are made,
+  const char* ahead_end;  // up to here
 };
 
 // A row of the unit's queries: rotated, scaled, and for INT8 made an integer.
@@ -165,6 +173,13 @@ inline void prefetch(const void* start, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(start) + i, 0, 2);
 #else
   (void)start, (void)bytes;
+#endif
+}
+
+template <class Cache>
+inline void prefetch_ahead(Work<Cache>& work) {
+#if defined(__GNUC__)
+  for (int i = 0; i < EDGEKV_AHEAD && work.ahead < work.ahead_end; i++, work.ahead += 64) __builtin_prefetch(work.ahead, 0, 2);
 #endif
 }
 
@@ -209,6 +224,7 @@ void soften_row(int row, int slots, int low, int high, float query_scale, Work<C
   uint8_t* weights = work.weights + int64_t{row} * work.tile_slots * Cache::kWeightBytes;
   F sum = simd::set(0.0f);
   for (int i = 0; i < slots; i += simd::kWidth) {
+    prefetch_ahead(work);
     const F weight = simd::exp2(simd::mul(simd::sub(simd::load(scores + i), top), factor));
     if constexpr (Cache::kWeightBytes == 4) {
       simd::store(reinterpret_cast<float*>(weights) + i, weight);
@@ -256,6 +272,14 @@ void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int
   score_tile(p, unit, slot, slots / kBlock, segment.pinned, first_row, work);
   const int low = static_cast<int>(begin - slot);
   int high = 0;
+  work.ahead = work.ahead_end = nullptr;
+  if (unit.rows <= Cache::kScoreRows) {
+    using Element = typename Cache::Element;
+    const Element* keys = static_cast<const Element*>(p.keys);
+    const int64_t next = (unit.kv_head * p.slots + slot + slots) * p.dim, end = p.kv_heads * p.slots * p.dim;
+    work.ahead = reinterpret_cast<const char*>(keys + next);
+    work.ahead_end = reinterpret_cast<const char*>(keys + least(next + int64_t{slots} * p.dim, end));
+  }
   for (int row = first_row; row < unit.rows; row++) {
     high = static_cast<int>(least(segment.slot + visible(p, unit, segment, row) - slot, slots));
     soften_row(row, slots, low, high, work.query_scale[segment.pinned][row], work);

@@ -127,8 +127,8 @@ PROMPTS = (
 
 
 def greedy_text(exact: OnnxEngine, draft: OnnxEngine, ids: list[int], count: int) -> list[int]:
-    """What `exact` generates greedily. A faster engine guesses the rest of the text, `exact` reads it at once, and as much
-    is taken as it would have written itself, with its own choice at the first difference."""
+    """What `exact` generates greedily. A faster engine guesses the rest of the text, `exact` reads it at once, and as
+    much is taken as it would have written itself, with its own choice at the first difference."""
     text: list[int] = []
     while len(text) < count:
         draft.reset()
