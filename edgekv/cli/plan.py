@@ -50,9 +50,7 @@ def _resolve(model: str, options: LoadOptions) -> tuple[ModelSpec, Footprint]:
         converted = open_converted(folder)
         return converted.spec, Footprint.of(converted.spec, converted.description.weight_bytes)
     if known:
-        raise ModelNotFound(
-            f"{model} has not been converted yet: run `edgekv chat {model}` or `edgekv pull {model}` first."
-        )
+        raise ModelNotFound(f"{model} has not been converted yet: run `edgekv chat {model}` once.")
     config = path / "config.json" if path.is_dir() else path
     if not config.exists():
         raise ModelNotFound(
