@@ -1,7 +1,6 @@
 // The kernels for 64-bit ARM with the dot-product extension (ARMv8.2: Cortex-A55 and A75 on, Jetson Orin, Apple M1).
 //
-// sdot multiplies signed bytes, four at a time. A query is two signed digits, q = 256 high + low; a weight two digits
-// of 7 bits, p = 128 high + low.
+// sdot multiplies signed bytes, four at a time. A query and a weight are two signed digits each, 256 high + low.
 #include "kernels.h"
 
 #if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
@@ -108,13 +107,13 @@ struct simd {
 
   // High digits of all the tile's slots, then low digits.
   static F encode_weights(F weight, uint8_t* weights, int stride, int i) {
-    const int32x4_t codes = vcvtnq_s32_f32(mul(weight, set(16383.0f)));
-    int32_t lanes[4];
-    vst1q_s32(lanes, codes);
-    for (int j = 0; j < 4; j++) {
-      weights[i + j] = static_cast<uint8_t>(lanes[j] >> 7);
-      weights[stride + i + j] = static_cast<uint8_t>(lanes[j] & 127);
-    }
+    const int32x4_t codes = vcvtnq_s32_f32(mul(weight, set(32639.0f)));
+    const int32x4_t high = vshrq_n_s32(vaddq_s32(codes, vdupq_n_s32(128)), 8);
+    const int32x4_t low = vsubq_s32(codes, vshlq_n_s32(high, 8));
+    const int32x2_t digits = vreinterpret_s32_s8(vmovn_s16(vcombine_s16(vmovn_s32(high), vmovn_s32(low))));
+    const int32_t words[2] = {vget_lane_s32(digits, 0), vget_lane_s32(digits, 1)};
+    memcpy(weights + i, &words[0], sizeof words[0]);
+    memcpy(weights + stride + i, &words[1], sizeof words[1]);
     return vcvtq_f32_s32(codes);
   }
 
@@ -148,7 +147,7 @@ struct simd {
         float* o = out + int64_t{r} * dim + column;
         EDGEKV_UNROLL
         for (int i = 0; i < 4; i++) {
-          const F sum = fma(vcvtq_f32_s32(coarse[r][i]), set(128.0f), vcvtq_f32_s32(fine[r][i]));
+          const F sum = fma(vcvtq_f32_s32(coarse[r][i]), set(256.0f), vcvtq_f32_s32(fine[r][i]));
           store(o + 4 * i, fma(load(o + 4 * i), set(alpha[r]), mul(sum, set(beta[r]))));
         }
       }
