@@ -56,6 +56,6 @@ def _pip(python: Path, requirements: list[str]) -> None:
 def _digest(extras: str, first: tuple[str, ...]) -> str:
     digest = hashlib.sha256(repr((extras, first, sys.version_info[:2], str(ROOT))).encode())
     native = (path for path in (ROOT / "edgekv" / "native").iterdir() if path.is_file())
-    for path in sorted([ROOT / "pyproject.toml", ROOT / "setup.py", *native]):
+    for path in sorted([ROOT / "pyproject.toml", ROOT / "scripts" / "build_operator.py", *native]):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,6 +1,6 @@
 """Builds the native attention operator (edgekv/native) with CMake where a C++ compiler is there.
 
-Everything else about the package stands in pyproject.toml. Without a compiler the build goes on without the library,
+pyproject.toml names this as setuptools' build_ext command. Without a compiler the build goes on without the library,
 and says so: edgekv then runs on ONNX Runtime's own attention operator, slower on long chats and otherwise the same.
 """
 
@@ -12,10 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCE = Path(__file__).resolve().parent / "edgekv" / "native"
+SOURCE = Path(__file__).resolve().parents[1] / "edgekv" / "native"
 
 
 class BuildOperator(build_ext):
@@ -39,6 +38,3 @@ class BuildOperator(build_ext):
 
 def _cmake(*arguments: str) -> None:
     subprocess.run(["cmake", *arguments], check=True)
-
-
-setup(ext_modules=[Extension("edgekv.native.ops", sources=[])], cmdclass={"build_ext": BuildOperator})
