@@ -119,16 +119,13 @@ class OnnxEngine:
 
     def evict(self, move: Move) -> None:
         """Drop rows, renumber positions, re-run the pinned prefix."""
-        if move.length != self.length or not 0 < move.count <= move.length - move.start:
-            raise InvalidOption(f"{move} does not fit a cache that holds {self.length} tokens.")
+        self._check_move(move)
         try:
             self._cache.move(move.start, move.start + move.count, move.length - move.start - move.count)
             del self._tokens[move.start : move.start + move.count]
             self._evicted += move.count
             self._set_positions()
-            for start in range(0, move.start, self._options.chunk):
-                stop = min(start + self._options.chunk, move.start)
-                self._run(self._tokens[start:stop], start, range(0))
+            self._run_pinned(move.start)
         except BaseException:
             self.reset()
             raise
@@ -158,8 +155,7 @@ class OnnxEngine:
 
     def load(self, state: EngineState) -> None:
         """Put a saved content back; it must come from the same model and kind of cache."""
-        if len(state.tokens) > self._kv.capacity:
-            raise CacheFull(length=0, tokens=len(state.tokens), capacity=self._kv.capacity)
+        self._check_fits(state)
         self.reset()
         for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
             self._cache.write("k", layer, 0, keys)
@@ -239,6 +235,20 @@ class OnnxEngine:
                 array = values[:1, :1].reshape(1) if self._kv.granularity == "tensor" else values[None, :, None, :]
                 self._constants.append(np.ascontiguousarray(array, np.float32))
                 self._bind_input(f"{part}_scale.{layer}", self._constants[-1])
+
+    def _run_pinned(self, count: int) -> None:
+        """Run the first tokens again at slot 0, which rewrites their rows and no others."""
+        for start in range(0, count, self._options.chunk):
+            stop = min(start + self._options.chunk, count)
+            self._run(self._tokens[start:stop], start, range(0))
+
+    def _check_move(self, move: Move) -> None:
+        if move.length != self.length or not 0 < move.count <= move.length - move.start:
+            raise InvalidOption(f"{move} does not fit a cache that holds {self.length} tokens.")
+
+    def _check_fits(self, state: EngineState) -> None:
+        if len(state.tokens) > self._kv.capacity:
+            raise CacheFull(length=0, tokens=len(state.tokens), capacity=self._kv.capacity)
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         low, high = min(tokens), max(tokens)

@@ -20,7 +20,7 @@ BLOCK = 16
 """Slots in a block of the cache (native/kernels.h)."""
 MAX_HEAD_DIM = 256
 
-_SUFFIX = {"win32": ".dll", "darwin": ".so"}.get(sys.platform, ".so")
+_SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 _FOLDER = Path(__file__).resolve().parents[2] / "native" / "_lib"
 
 

@@ -26,7 +26,6 @@ from edgekv.engines.onnx.binding import CACHE_DTYPES, Array
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.engines.onnx.native import BLOCK
 from edgekv.engines.rope import inverse_frequencies, rope_tables
-from edgekv.errors import CacheFull, InvalidOption
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec
@@ -98,8 +97,7 @@ class RingEngine(OnnxEngine):
 
     def evict(self, move: Move) -> None:
         """Drop rows by renumbering. A different pinned prefix than at the last eviction costs a copy and a re-run."""
-        if move.length != self.length or not 0 < move.count <= move.length - move.start:
-            raise InvalidOption(f"{move} does not fit a cache that holds {self.length} tokens.")
+        self._check_move(move)
         try:
             kept = self.save() if self._evicted and move.start != self._cache.pinned else None
             self._cache.move(move.start, move.start + move.count, move.length - move.start - move.count)
@@ -128,8 +126,7 @@ class RingEngine(OnnxEngine):
 
     def load(self, state: EngineState) -> None:
         """Put a saved content back; it must come from the same model and kind of cache."""
-        if len(state.tokens) > self._kv.capacity:
-            raise CacheFull(length=0, tokens=len(state.tokens), capacity=self._kv.capacity)
+        self._check_fits(state)
         self.reset()
         self._cache.pinned, self._cache.evicted = state.pinned, state.evicted
         self._evicted = state.evicted
@@ -176,9 +173,7 @@ class RingEngine(OnnxEngine):
         for layer in range(self._spec.num_layers):
             for part, rows in (("k", kept.keys[layer]), ("v", kept.values[layer])):
                 self._cache.write(part, layer, move.start, rows[:, move.start + move.count :])
-        for start in range(0, move.start, self._options.chunk):
-            stop = min(start + self._options.chunk, move.start)
-            self._run(self._tokens[start:stop], start, range(0))
+        self._run_pinned(move.start)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
