@@ -1,10 +1,4 @@
-"""The model's own chat template, run in a sandbox.
-
-Templates are Jinja programs that came with the weights, so they are untrusted code: the immutable sandbox of Jinja
-runs them, and an output beyond 16 MiB is refused. They are written for the environment that transformers gives them
-(its documentation, "Chat templates"), which is reproduced here: block trimming, `break` and `continue`,
-`raise_exception`, `strftime_now`, a `tojson` that escapes nothing, and `{% generation %}`, which only marks text for
-training and is passed through.
+"""The model's own chat template, run in a sandbox (`text/sandbox.py`).
 
 What a template says it wants is final: BOS is where it writes it and nowhere else (case C19), and messages it refuses
 are an error that quotes it (case C20). Nothing is merged or reordered to please it.
@@ -12,22 +6,15 @@ are an error that quotes it (case C20). Nothing is merged or reordered to please
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from itertools import pairwise
-from typing import Any, NoReturn, TypedDict
+from typing import TypedDict
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgekv.errors import TemplateError
-from edgekv.units import MIB, format_bytes
-
-MAX_RENDERED_CHARS = 16 * MIB
+from edgekv.text.sandbox import MAX_CHARS, LimitExceeded, TemplateSandbox
+from edgekv.units import format_bytes
 
 
 class Message(TypedDict):
@@ -46,8 +33,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
         self.bos_token, self.eos_token = bos_token, eos_token
+        self._sandbox = TemplateSandbox()
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._sandbox.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"The model's chat template is not valid Jinja (line {error.lineno}: {error.message}): "
@@ -64,6 +52,8 @@ class ChatTemplate:
             return self._run(messages, add_generation_prompt)
         except TemplateError:
             raise
+        except LimitExceeded as error:
+            raise TemplateError(f"The model's chat template was stopped: {error}. Use another template.") from None
         except Exception as error:  # the template's code may raise anything; it is all the template's fault
             said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise TemplateError(
@@ -79,15 +69,16 @@ class ChatTemplate:
 
     def _run(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-        stream = self._template.generate(
-            messages=plain,
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
-            bos_token=self.bos_token,
-            eos_token=self.eos_token,
-        )
-        return "".join(_limited(stream))
+        with self._sandbox.time_limit():
+            stream = self._template.generate(
+                messages=plain,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                bos_token=self.bos_token,
+                eos_token=self.eos_token,
+            )
+            return "".join(_limited(stream))
 
     def _advice(self, messages: Sequence[Message]) -> str:
         """What to do about a refusal, found by trying."""
@@ -108,38 +99,7 @@ def _limited(chunks: Iterator[str]) -> Iterator[str]:
     size = 0
     for chunk in chunks:
         size += len(chunk)
-        if size > MAX_RENDERED_CHARS:
-            limit = format_bytes(MAX_RENDERED_CHARS)
+        if size > MAX_CHARS:
+            limit = format_bytes(MAX_CHARS)
             raise TemplateError(f"The rendered conversation is larger than {limit} of text: shorten the messages.")
         yield chunk
-
-
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: the body."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

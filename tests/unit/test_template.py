@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import TemplateError
+from edgekv.text import sandbox
 from edgekv.text import template as template_module
 from edgekv.text.prompt import ChatFormat, Prompt
 from edgekv.text.template import ChatTemplate, Message
@@ -133,8 +135,36 @@ def test_broken_source() -> None:
         template("fine\n{% if %}")
 
 
+BOMBS = {
+    "nested loops": "{% set r = range(90000) %}" + "{% for a in r %}" * 4 + "{% endfor %}" * 4,
+    "a doubling macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a recursive loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{{ loop([1, 2]) }}{% endfor %}",
+    "a product": "{{ ('x' * 100000) * 100000 }}",
+    "a power": "{% set n = 10 ** 1000 ** 3 %}",
+    "squares of squares": "{% set s = namespace(n=9) %}{% for i in range(64) %}{% set s.n = s.n * s.n %}{% endfor %}",
+    "doubling by +": "{% set s = namespace(t='x') %}{% for i in range(64) %}{% set s.t = s.t + s.t %}{% endfor %}",
+    "doubling by ~": "{% set s = namespace(t='x') %}{% for i in range(64) %}{% set s.t = s.t ~ s.t %}{% endfor %}",
+    "a wide filter": "{{ 'x' | center(10 ** 11) }}",
+    "an indent": "{{ messages | tojson(indent=10 ** 11) }}",
+    "a wide method": "{{ 'x'.ljust(10 ** 11) }}",
+    "a format": "{{ '%99999999999d' % 1 }}",
+    "a format filter": "{{ '%99999999999d' | format(1) }}",
+    "a format method": "{{ '{:>99999999999}'.format(1) }}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs_are_stopped(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs without end, or with a result larger than any memory, end in one sentence."""
+    monkeypatch.setattr(sandbox, "TIME_LIMIT_S", 0.2)
+    started = time.monotonic()
+    with pytest.raises(TemplateError, match=r'stopped: it |refuses these messages: "maximum recursion'):
+        template(BOMBS[bomb]).render([Message(role="user", content="Hello")])
+    assert time.monotonic() - started < 5
+
+
 def test_endless_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "MAX_RENDERED_CHARS", 10_000)
+    monkeypatch.setattr(template_module, "MAX_CHARS", 10_000)
     source = "{% for a in range(99999) %}{% for b in range(99999) %}0123456789{% endfor %}{% endfor %}"
     with pytest.raises(TemplateError, match="larger than"):
         template(source).render(talk("hi"))
