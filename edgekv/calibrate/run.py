@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.calibrate.corpus import Excerpts, Passages, open_corpus
-from edgekv.calibrate.measure import ErrorMeter, LayerCheck, losses
+from edgekv.calibrate.measure import losses
 from edgekv.calibrate.observe import Observer
 from edgekv.calibrate.options import CalibrateOptions, Progress
 from edgekv.calibrate.thresholds import needs_histograms, thresholds
 from edgekv.engines.base import Engine
 from edgekv.errors import UnsupportedModel
+from edgekv.evaluate.rows import ErrorMeter, LayerCheck
 from edgekv.kv.scales import KVScales, Provenance, from_thresholds
 from edgekv.kv.spec import KVSpec
 from edgekv.model.converted import ConvertedModel

@@ -21,7 +21,7 @@ COMMANDS = {
     "calibrate": "Measure the KV cache's scales.",
     "plan": "Show what a model takes in memory, before loading it.",
     "info": "Show what a model directory holds.",
-    "eval": "Perplexity of a text through the cache.",
+    "eval": "Fidelity of the cache: perplexity, KL divergence, needles.",
     "bench": "Measure speed against this machine's ceiling.",
 }
 

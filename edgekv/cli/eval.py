@@ -2,59 +2,125 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from edgekv.cli import render
+from edgekv.cli.interrupt import Interrupt
 from edgekv.cli.options import given, options_of
-from edgekv.cli.ready import ready_runtime
+from edgekv.cli.ready import ready_model, ready_scales
 from edgekv.errors import InvalidOption
+from edgekv.evaluate.run import EvalOptions
 from edgekv.model import catalog
-from edgekv.options import LoadOptions
+from edgekv.model.converted import ConvertedModel
+from edgekv.options import LoadOptions, plan_for
+
+if TYPE_CHECKING:
+    from edgekv.engines.base import Engine
+    from edgekv.evaluate.compare import Text
+    from edgekv.evaluate.run import EvalReport
+    from edgekv.evaluate.settings import Setting
+    from edgekv.kv.scales import KVScales
+    from edgekv.kv.spec import KVSpec
+    from edgekv.text.tokenizer import Tokenizer
+
+FILE = click.Path(path_type=Path)
 
 
 @click.command
 @click.argument("model", default=catalog.DEFAULT_MODEL)
-@click.option("--data", type=click.Path(path_type=Path), required=True, help="A UTF-8 text file.")
-@click.option("--tokens", type=int, default=4096, show_default=True, help="How many tokens of it.")
-@click.option(
-    "--block", type=int, default=2000, show_default=True, help="Also the perplexity of each block of so many."
-)
+@click.option("--data", type=FILE, required=True, help="A UTF-8 text file.")
+@click.option("--json", "json_path", type=FILE, help="Write everything here, errors by layer included.")
+@click.option("--plot", type=FILE, help="Draw perplexity along the text (edgekv[plots]).")
+@click.option("--checkpoint", type=FILE, help="Where a stopped run is kept; the same command then goes on from it.")
+@options_of(EvalOptions)
 @options_of(LoadOptions, leave_out=("overflow",))
-def command(model: str, data: Path, tokens: int, block: int, **values: Any) -> None:
-    """Perplexity of a text that streams through MODEL's cache, evicting when it is full. The last line is JSON."""
-    from edgekv.evaluate import stream_loss
+def command(
+    model: str, data: Path, json_path: Path | None, plot: Path | None, checkpoint: Path | None, **values: Any
+) -> None:
+    """How a text fares in MODEL's cache: perplexity, divergence from a float cache, errors by layer, needles.
 
-    options = LoadOptions(**given(LoadOptions, values))
-    text = _read(data)
-    with ready_runtime(model, options) as runtime:
-        chat = runtime.chat_state
-        ids = chat.tokenizer.encode(text[: 16 * tokens])[: tokens + 1]
-        if len(ids) < 2:
-            raise InvalidOption(f"{data} gives {len(ids)} tokens; at least 2 are needed.")
-        with render.progress_bar() as report:
-            loss = stream_loss(chat.timeline, ids, lambda done, total: report("perplexity", done, total))
-        blocks = [round(value, 3) for value in loss.blocks(block)]
-        rows = [[str(index * block), f"{value:.3f}"] for index, value in enumerate(blocks)]
-        render.table("", ["from token", "perplexity"], rows, right=[0, 1])
-        kv = runtime.plan.kv
-        render.print_json(
-            {
-                "perplexity": round(loss.perplexity, 4),
-                "tokens": len(loss.losses),
-                "evicted": loss.evicted,
-                "blocks": blocks,
-            }
-            | {
-                "capacity": kv.capacity,
-                "kv_dtype": kv.dtype,
-                "granularity": kv.granularity,
-                "sinks": kv.sinks,
-                "stride": kv.stride,
-            }
-        )
+    The text streams through the cache, which evicts when it is full. Ctrl-C ends the run after its current step; with
+    --checkpoint the same command goes on later. The last line is JSON.
+    """
+    from edgekv.api import open_text
+    from edgekv.evaluate.plot import check_plots, plot_blocks
+    from edgekv.evaluate.run import buried, evaluate, opened, pauses
+    from edgekv.evaluate.settings import Setting
+
+    options = EvalOptions(**given(EvalOptions, values))
+    load = LoadOptions(**given(LoadOptions, values))
+    if plot is not None:
+        check_plots()
+    ready = ready_model(model, load)
+    tokenizer, _ = open_text(ready)
+    base = plan_for(ready, load).kv
+    filler = _read(data)
+    text = _text(ready, tokenizer, filler, data, options)
+    settings = options.settings(Setting(load.kv_dtype))
+    haystacks = buried(filler, tokenizer, base.capacity, options)
+    with opened(settings, base, text, options, _opener(ready, load)) as comparison, Interrupt() as interrupt:
+        pause = pauses(checkpoint, comparison, ready.fingerprint, lambda: interrupt.asked)
+        with render.progress_bar() as progress:
+            report = evaluate(comparison, options, haystacks, tokenizer, pause, progress)
+        _finish(report, checkpoint, comparison.done)
+    render.print_eval(report)
+    if plot is not None:
+        curves = {found.name: curve for found, curve in zip(report.scores, report.curves, strict=True)}
+        plot_blocks(plot, curves, options.block, ready.description.name)
+    _write_json(report, json_path, {"model": ready.description.name, "data": data.name, "segment": options.segment})
+
+
+def _opener(model: ConvertedModel, load: LoadOptions) -> Any:
+    """A function that opens the engine of a setting, with scales made if the model has none of that kind."""
+    from dataclasses import replace
+
+    from edgekv.api import engine_options
+    from edgekv.engines.onnx.engine import open_engine
+
+    def open_cache(setting: Setting, kv: KVSpec) -> tuple[Engine, KVScales | None]:
+        own = load.scales if setting.scales is None else setting.scales
+        scales = ready_scales(model, kv, load, setting.method, setting.headroom, own) if setting.quantised else None
+        options = replace(engine_options(load), attention=setting.attention)
+        return open_engine(model, kv, scales, options), scales
+
+    return open_cache
+
+
+def _text(model: ConvertedModel, tokenizer: Tokenizer, text: str, path: Path, options: EvalOptions) -> Text:
+    """The first tokens of a text, one more than are asked for; a model whose tokenizer adds BOS gets it."""
+    from edgekv.evaluate.compare import Text
+
+    ids = tokenizer.encode(text[: 16 * options.tokens])[: options.tokens + 1]
+    if len(ids) < 2:
+        raise InvalidOption(f"{path} gives {len(ids)} tokens; at least 2 are needed.")
+    bos = model.spec.bos_id if model.description.add_bos else None
+    return Text(tuple(ids), options.segment, () if bos is None else (bos,))
+
+
+def _finish(report: EvalReport, checkpoint: Path | None, done: int) -> None:
+    """Say how to go on with a run that was stopped; a complete one needs its checkpoint no more."""
+    if report.complete:
+        if checkpoint is not None:
+            checkpoint.unlink(missing_ok=True)
+        return
+    how = f"the same command goes on from {checkpoint}" if checkpoint else "with --checkpoint it could go on"
+    render.note(f"Stopped after {done:,} tokens; {how}. So far:")
+
+
+def _write_json(report: EvalReport, path: Path | None, about: dict[str, Any]) -> None:
+    """Everything into the file, what matters most onto the last line."""
+    from edgekv.files import atomic_file
+
+    lanes = report.to_json()
+    if path is not None:
+        with atomic_file(path) as part:
+            part.write_text(json.dumps(about | {"complete": report.complete, "lanes": lanes}, indent=1) + "\n", "utf-8")
+    brief = [{name: value for name, value in lane.items() if name != "layers"} for lane in lanes]
+    render.print_json(about | {"complete": report.complete, "lanes": brief})
 
 
 def _read(path: Path) -> str:

@@ -5,6 +5,8 @@ Whatever is missing is made on the way: the download, the conversion, and scales
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgekv.cli import render
@@ -14,6 +16,8 @@ from edgekv.options import LoadOptions, home_of
 
 if TYPE_CHECKING:
     from edgekv.api import Runtime
+    from edgekv.kv.scales import KVScales
+    from edgekv.kv.spec import KVSpec
 
 
 def ready_runtime(target: str, options: LoadOptions) -> Runtime:
@@ -32,6 +36,37 @@ def ready_model(target: str, options: LoadOptions) -> ConvertedModel:
 
     with render.progress_bar() as report:
         return prepare(target, home=home_of(options), progress=report)
+
+
+def ready_scales(
+    model: ConvertedModel,
+    kv: KVSpec,
+    load: LoadOptions,
+    method: str | None = None,
+    headroom: float | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> KVScales:
+    """The scales for a cache: those of a file, or the model's own, measured once if it has none of that kind.
+
+    Args:
+        method, headroom: of calibration; scales made so are kept beside the model's own, under a name that says it.
+    """
+    from edgekv.calibrate.options import CalibrateOptions
+    from edgekv.cli.calibrate import calibrate_and_write
+    from edgekv.prepare import find_scales
+
+    chosen = {name: value for name, value in (("method", method), ("headroom", headroom)) if value is not None}
+    if path is None:
+        options = CalibrateOptions(dtype=kv.dtype, granularity=kv.granularity, **chosen)  # type: ignore[arg-type]
+        own = scales_name(kv.dtype, kv.granularity)
+        made = own.replace(".safetensors", f".{options.method}-{options.headroom}.safetensors")
+        path = model.folder / (made if chosen else own)
+        if not path.exists():
+            render.note(f"Measuring KV scales: {kv.dtype} per {kv.granularity}, {options.method} x {options.headroom}.")
+            calibrate_and_write(model, options, path, load)
+    scales = find_scales(model, kv.dtype, kv.granularity, Path(path))
+    assert scales is not None, "only a quantised cache is asked for"
+    return scales
 
 
 def _calibrate_if_needed(model: ConvertedModel, options: LoadOptions) -> None:

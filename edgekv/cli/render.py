@@ -21,8 +21,10 @@ from edgekv.text.precheck import LengthReport
 from edgekv.units import format_bytes
 
 if TYPE_CHECKING:
-    from edgekv.calibrate.measure import LayerCheck
     from edgekv.calibrate.run import CalibrationReport
+    from edgekv.evaluate.compare import Score
+    from edgekv.evaluate.rows import LayerCheck
+    from edgekv.evaluate.run import EvalReport
 
 Report = Callable[[str, int, int | None], None]
 
@@ -196,15 +198,48 @@ def _speed(usage: Usage) -> list[str]:
 
 def print_layers(report: CalibrationReport) -> None:
     """The errors of fresh scales, a layer a row."""
-    rows = [
-        [
-            str(check.layer),
-            *(f"{x:.2%}" for x in (check.k_error, check.v_error)),
-            *(f"{x:.1e}" for x in _saturated(check)),
-        ]
-        for check in report.layers
-    ]
+    rows = [[str(check.layer), *_check_cells(check)] for check in report.layers]
     table("", ["layer", "K error", "V error", "K saturated", "V saturated"], rows, right=range(5))
+
+
+def _check_cells(check: LayerCheck) -> list[str]:
+    return [
+        *(f"{x:.2%}" for x in (check.k_error, check.v_error)),
+        *(f"{x:.1e}" for x in (check.k_saturated, check.v_saturated)),
+    ]
+
+
+def print_eval(report: EvalReport) -> None:
+    """Scores of all caches, then perplexity along the text, errors by layer and needles."""
+    columns = ["cache", "perplexity", "ratio", "KL / 1000", "top-1", "evicted"]
+    rows = [[found.name, f"{found.perplexity:.3f}", *_against(found), str(found.evicted)] for found in report.scores]
+    table("", columns, rows, right=range(1, 6))
+    names = [found.name for found in report.scores]
+    blocks = [[str(index), *(f"{x:.3f}" for x in values)] for index, values in enumerate(zip(*report.curves))]  # noqa: B905
+    if len(blocks) > 1:
+        table("\nperplexity by block", ["block", *names], blocks, right=range(len(names) + 1))
+    checks = [
+        [name, str(check.layer), *_check_cells(check)]
+        for name, layers in zip(names, report.layers, strict=True)
+        for check in layers
+    ]
+    if checks:
+        columns = ["cache", "layer", "K error", "V error", "K saturated", "V saturated"]
+        table("\nrounding", columns, checks, right=range(1, 6))
+    needles = [
+        [name, f"{depth.depth:.2f}", depth.expected, f"{depth.found} of {depth.asked}"]
+        for name, depths in zip(names, report.needles, strict=True)
+        for depth in depths
+    ]
+    if needles:
+        table("\nneedles (evicted: cannot be known)", ["cache", "depth", "in the cache", "found"], needles, right=[1])
+
+
+def _against(found: Score) -> list[str]:
+    """Ratio of perplexities, divergence and agreement; dashes for the reference itself."""
+    if found.ratio is None or found.kl is None or found.top1 is None:
+        return ["-"] * 3
+    return [f"{found.ratio:.4f} ±{found.ratio_error or 0:.4f}", f"{1000 * found.kl:.3f}", f"{found.top1:.2%}"]
 
 
 def print_verdict(report: CalibrationReport) -> None:
@@ -216,7 +251,3 @@ def print_verdict(report: CalibrationReport) -> None:
             f"On {report.held_out_tokens} tokens held out, the {report.scales.dtype} cache has {report.ratio:.4f} "
             f"times the perplexity of a float cache (standard error {report.ratio_error or 0:.4f})."
         )
-
-
-def _saturated(check: LayerCheck) -> tuple[float, float]:
-    return check.k_saturated, check.v_saturated

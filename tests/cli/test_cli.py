@@ -140,9 +140,26 @@ def test_eval_prints_json_last(chat_model: ConvertedModel, tmp_path: Path) -> No
     """Perplexity of a file through a small cache."""
     (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 60)
     result = edgekv("eval", chat_model.folder, "--data", tmp_path / "text.txt", "--tokens", 500, "--context", 128)
-    last = json.loads(result.stdout.splitlines()[-1])
-    assert last["evicted"] > 300
-    assert last["tokens"] == 500
+    assert result.returncode == 0, result.stderr
+    reference, int8 = json.loads(result.stdout.splitlines()[-1])["lanes"]
+    assert int8["evicted"] > 300
+    assert int8["tokens"] == 500
+    assert 0.9 < int8["ratio"] < 1.1
+    assert reference["cache"]["dtype"] == "float"
+
+
+def test_eval_of_several_settings_writes_files(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Two settings and needles; everything in a JSON file; a setting that is not understood is refused."""
+    (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 60)
+    common = ("eval", chat_model.folder, "--data", tmp_path / "text.txt", "--context", 128)
+    options = ("--setting", "int8", "--setting", "float,sinks=0", "--needles", 1, "--tokens", 200)
+    result = edgekv(*common, *options, "--json", tmp_path / "out.json")
+    assert result.returncode == 0, result.stderr
+    lanes = json.loads((tmp_path / "out.json").read_text())["lanes"]
+    assert [lane["name"] for lane in lanes] == ["float", "int8", "float,sinks=0"]
+    assert len(lanes[1]["layers"]) == 2
+    assert {depth["expected"] for depth in lanes[2]["needles"]} <= {"held", "evicted", "cut"}
+    assert "int8,sinks" in refused(edgekv(*common, "--setting", "int8,sinks"))
 
 
 class TestRefusals:

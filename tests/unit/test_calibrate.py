@@ -25,7 +25,6 @@ from edgekv.calibrate.corpus import (
     seed_prompts,
     split,
 )
-from edgekv.calibrate.measure import ErrorMeter
 from edgekv.calibrate.observe import BINS, Histogram, Observer
 from edgekv.calibrate.thresholds import (
     CANDIDATES,
@@ -37,6 +36,7 @@ from edgekv.calibrate.thresholds import (
 from edgekv.convert import convert
 from edgekv.engines.onnx.engine import open_engine
 from edgekv.errors import EngineError, InvalidOption, UnsupportedModel
+from edgekv.evaluate.rows import ErrorMeter
 from edgekv.kv.quant import LIMIT, fake_quantize, pair_norms, quantize, saturated_fraction
 from edgekv.kv.scales import KVScales, Provenance, from_thresholds, read_scales, write_scales
 from edgekv.kv.spec import KVDtype, KVSpec

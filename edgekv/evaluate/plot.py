@@ -1,0 +1,40 @@
+"""Perplexity along the text, one curve a cache (the extra `plots`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from edgekv.errors import DependencyMissing
+from edgekv.files import atomic_file
+
+
+def check_plots() -> None:
+    """Make sure that a plot can be drawn, before a long run.
+
+    Raises:
+        DependencyMissing: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise DependencyMissing("A plot needs matplotlib: pip install 'edgekv[plots]'.") from None
+
+
+def plot_blocks(path: Path, curves: Mapping[str, Sequence[float]], block: int, title: str) -> None:
+    """Draw perplexity of each block of `block` tokens; the file's ending says which format (PNG, SVG, PDF).
+
+    Raises:
+        DependencyMissing: matplotlib is not installed. StorageError: the file cannot be written.
+    """
+    check_plots()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="token", ylabel="perplexity", title=title)
+    for name, values in curves.items():
+        axes.plot([(index + 0.5) * block for index in range(len(values))], values, label=name)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    with atomic_file(path) as part:
+        figure.savefig(part, format=path.suffix.removeprefix(".") or "png")

@@ -1,0 +1,70 @@
+"""The rounding error of keys and values, layer by layer, and the share that saturates.
+
+Errors are those of `kv.quant.fake_quantize` on the rows of a float cache, so one run of the float engine serves any
+dtype, also one that no engine at hand can hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.engines.base import Engine
+from edgekv.kv.quant import LIMIT, fake_quantize
+from edgekv.kv.scales import KVScales
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LayerCheck:
+    """One layer's errors: root mean square of the rounding over that of the rows; the share beyond the last code."""
+
+    layer: int
+    k_error: float
+    v_error: float
+    k_saturated: float
+    v_saturated: float
+
+
+class ErrorMeter:
+    """Sums up what quantising does to the rows of a float cache."""
+
+    def __init__(self, scales: KVScales) -> None:
+        self._scales = scales
+        self.sums = np.zeros((len(scales.k), 2, 4), np.float64)  # [L, K or V, error^2, value^2, saturated, values]
+
+    def see(self, engine: Engine, start: int, stop: int) -> None:
+        """Take in the rows of slots start .. stop-1."""
+        for layer, sums in enumerate(self.sums):
+            scales = (self._scales.k[layer], self._scales.v[layer])
+            for part, (rows, scale) in enumerate(zip(engine.rows(layer, start, stop), scales, strict=True)):
+                sums[part] += self._count(rows, scale[:, None])
+
+    def layers(self) -> tuple[LayerCheck, ...]:
+        """The errors so far, by layer."""
+        return tuple(LayerCheck(layer, *_ratios(sums)) for layer, sums in enumerate(self.sums))
+
+    def overall(self) -> LayerCheck:
+        """The errors of all layers together, as if they were one (number -1)."""
+        return LayerCheck(-1, *_ratios(self.sums.sum(axis=0)))
+
+    def _count(self, rows: Float32, scale: Float32) -> tuple[float, float, float, float]:
+        """Rows [K, T, D], scale [K, 1, D]."""
+        dtype = self._scales.dtype
+        difference = fake_quantize(rows, scale, dtype) - rows
+        beyond = int(np.count_nonzero(np.abs(rows) > (LIMIT[dtype] + 0.5) * scale))
+        return _energy(difference), _energy(rows), beyond, rows.size
+
+
+def _ratios(sums: npt.NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """(k error, v error, k saturated, v saturated) from sums [K or V, 4]."""
+    errors = np.sqrt(sums[:, 0] / np.maximum(sums[:, 1], 1e-30))
+    beyond = sums[:, 2] / np.maximum(sums[:, 3], 1)
+    return float(errors[0]), float(errors[1]), float(beyond[0]), float(beyond[1])
+
+
+def _energy(x: Float32) -> float:
+    return float(np.sum(np.square(x, dtype=np.float64)))
