@@ -45,18 +45,19 @@ class Scratch {
 Layout layout_of(const Problem& p) {
   const State& s = p.state;
   const int64_t total = p.total();
-  if (s.evicted == 0) return {{{0, 0, total, false}, {}, {}}, 1};
+  if (s.evicted == 0 && !s.ring) return {{{0, 0, total, false}, {}, {}}, 1};
   Layout layout{};
   auto add = [&](int64_t token, int64_t slot, int64_t count, bool pinned) {
     if (count > 0) layout.segments[layout.count++] = {token, slot, count, pinned};
   };
-  add(0, 0, std::min(s.pinned, total), true);
-  const int64_t window = total - s.pinned;
-  if (window > 0) {
-    const int64_t start = slot_of(s, s.pinned);
-    const int64_t straight = std::min(window, s.capacity - start);
-    add(s.pinned, start, straight, false);
-    add(s.pinned + straight, s.pinned, window - straight, false);
+  if (!s.ring) add(0, 0, std::min(s.pinned, total), true);
+  const int64_t first = s.ring ? p.oldest(s.before) : s.pinned;
+  const int64_t begin = s.ring ? 0 : s.pinned, end = s.ring ? s.ring : s.capacity;  // of the ring
+  if (total > first) {
+    const int64_t start = slot_of(s, first);
+    const int64_t straight = std::min(total - first, end - start);
+    add(first, start, straight, false);
+    add(first + straight, begin, total - first - straight, false);
   }
   return layout;
 }
@@ -67,6 +68,7 @@ struct Cut {
   int tile_rows;
   int64_t row_tiles;
   int64_t ranges;
+  int64_t first;  // cached token at which the first range begins
   int64_t range_tokens;
 
   int64_t units(const Problem& p) const { return p.kv_heads * row_tiles * ranges; }
@@ -80,11 +82,13 @@ Cut cut_of(const Problem& p) {
   cut.tile_rows = static_cast<int>(std::min<int64_t>(kMaxRows, p.rows()));
   cut.row_tiles = (p.rows() + cut.tile_rows - 1) / cut.tile_rows;
   const int64_t heads = p.kv_heads * cut.row_tiles;
-  const int64_t worthwhile = (p.total() * p.dim + kRangeBytes - 1) / kRangeBytes;
+  cut.first = p.oldest(p.state.before);
+  const int64_t seen = p.total() - cut.first;
+  const int64_t worthwhile = (seen * p.dim + kRangeBytes - 1) / kRangeBytes;
   cut.ranges = std::max<int64_t>(1, std::min(worthwhile, kUnits / heads));
-  const int64_t even = (p.total() + cut.ranges - 1) / cut.ranges;
+  const int64_t even = (seen + cut.ranges - 1) / cut.ranges;
   cut.range_tokens = (even + kBlock - 1) / kBlock * kBlock;
-  cut.ranges = (p.total() + cut.range_tokens - 1) / cut.range_tokens;
+  cut.ranges = (seen + cut.range_tokens - 1) / cut.range_tokens;
   return cut;
 }
 
@@ -115,7 +119,7 @@ void attend_unit(void* argument, size_t index) {
   unit.kv_head = static_cast<int>(tile / job.cut.row_tiles);
   unit.row = tile % job.cut.row_tiles * job.cut.tile_rows;
   unit.rows = static_cast<int>(std::min<int64_t>(job.cut.tile_rows, p.rows() - unit.row));
-  unit.first = range * job.cut.range_tokens;
+  unit.first = job.cut.first + range * job.cut.range_tokens;
   unit.last = std::min(unit.first + job.cut.range_tokens, p.total());
   unit.partial = job.partials ? job.partial(number) : nullptr;
   job.kernels.attend(p, job.layout, unit);
@@ -160,11 +164,16 @@ const char* fault(const Problem& p) {
   if (p.dim < 16 || p.dim > kMaxDim || p.dim % 16) return "the head size is not a multiple of 16 up to 256";
   if (p.tokens < 1) return "there are no new tokens";
   if (p.slots < 1 || p.slots % kBlock) return "the cache is not a whole number of blocks of 16 slots";
-  if (s.capacity < 1 || s.capacity > p.slots) return "the capacity does not fit the cache";
+  if (p.half < 0 || p.half > p.dim / 2) return "more channels are rotated than there are";
+  if (p.window < 0) return "the window is negative";
+  if (!(p.softcap >= 0)) return "the softcap is negative";
+  if (s.ring < 0 || s.ring > p.slots || (s.ring && !p.window)) return "the ring does not fit the layer's cache";
+  if (s.capacity < 1 || (!s.ring && s.capacity > p.slots)) return "the capacity does not fit the cache";
   if (s.before < 0 || s.before > s.capacity) return "the count of cached tokens is out of range";
   if (p.tokens > s.capacity - s.before) return "the new tokens do not fit the cache";
   if (s.evicted < 0 || s.evicted > int64_t{1} << 53) return "the count of evicted tokens is out of range";
   if (s.pinned < 0 || s.pinned >= s.capacity) return "the pinned prefix leaves no window";
+  if (s.ring && p.total() - p.oldest(s.before) > s.ring) return "the new tokens do not fit the layer's ring";
   return nullptr;
 }
 

@@ -114,7 +114,8 @@ int main(int argc, char** argv) {
   p.type = CacheType::kInt8;
   p.heads = heads, p.kv_heads = kv_heads, p.dim = dim, p.tokens = tokens, p.slots = slots;
   p.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dim)));
-  p.state = {slots - tokens, 0, 4, slots};
+  p.half = dim / 2;
+  p.state = {slots - tokens, 0, 4, slots, 0};
   p.qkv = qkv.data(), p.k_scale = p.v_scale = scale.data(), p.out = out.data();
   p.cos = p.sin = p.cos_pinned = p.sin_pinned = angle.data();
   if (const char* what = fault(p)) return std::printf("%s\n", what), 1;

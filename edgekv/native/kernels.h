@@ -40,6 +40,7 @@ struct State {
   int64_t evicted;
   int64_t pinned;    // S
   int64_t capacity;  // C
+  int64_t ring;      // slots of a layer that keeps the last tokens only, pinned or not; 0: a slot for each of C
 };
 
 struct Problem {
@@ -48,6 +49,8 @@ struct Problem {
   int kv_heads;  // K
   int dim;       // D
   float scale;   // of the scores, usually 1 / sqrt(D)
+  float softcap;   // scores s become softcap tanh(s / softcap); 0: they stay
+  int64_t window;  // a token sees this many, itself included, counted in the cache; 0: all before it
   int64_t tokens;
   int64_t slots;  // allocated: C rounded up to whole blocks
   State state;
@@ -56,15 +59,18 @@ struct Problem {
   void* values;      // [K, slots, D], in blocks
   const float* k_scale;     // [K, D], INT8 only
   const float* v_scale;     // [K, D], INT8 only
-  const float* cos;         // [T, D / 2] at each token's absolute position
-  const float* sin;         // [T, D / 2]
-  const float* cos_pinned;  // [T, D / 2] at that position less the evicted tokens
-  const float* sin_pinned;  // [T, D / 2]
+  int half;                 // R / 2 of the R <= D channels that are rotated; 0: none, and the angles may be null
+  const float* cos;         // [T, R / 2] at each token's absolute position
+  const float* sin;         // [T, R / 2]
+  const float* cos_pinned;  // [T, R / 2] at that position less the evicted tokens
+  const float* sin_pinned;  // [T, R / 2]
   float* out;               // [T, H D]
 
   int group() const { return heads / kv_heads; }  // G
   int64_t rows() const { return tokens * group(); }
   int64_t total() const { return state.before + tokens; }
+  // The first of the cached tokens that the token at this place in the cache may see.
+  int64_t oldest(int64_t token) const { return window && token >= window ? token - window + 1 : 0; }
   int64_t qkv_stride() const { return int64_t{heads + 2 * kv_heads} * dim; }
 };
 
@@ -76,7 +82,8 @@ struct Segment {
   bool pinned;  // these keys are met by the query at its position less the evicted tokens
 };
 
-// The slots in the order of their tokens: pinned prefix, then the window, which may wrap round once.
+// The slots in the order of their tokens: pinned prefix, then the window, which may wrap round once. A layer with a ring
+// of its own has no pinned prefix, and starts at the first token that any new one sees.
 struct Layout {
   Segment segments[3];
   int count;
@@ -99,6 +106,7 @@ struct Kernels {
 
 // The slot of a cached token (counted without the evicted ones).
 inline int64_t slot_of(const State& s, int64_t token) {
+  if (s.ring) return (token + s.evicted) % s.ring;
   if (s.evicted == 0 || token < s.pinned) return token;
   return s.pinned + (token - s.pinned + s.evicted) % (s.capacity - s.pinned);
 }

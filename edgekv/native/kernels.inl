@@ -66,25 +66,26 @@ struct Float {
 
 // ---------------------------------------------------------------------------------------------------- append
 
-// Half-split rotary embedding: channel d turns with channel d + D / 2.
-inline void rotate(const float* x, const float* cosine, const float* sine, int dim, float* out) {
-  const int half = dim / 2;
+// Half-split rotary embedding of a new token's row: of the first R channels, d turns with d + R / 2.
+inline void rotate(const Problem& p, const float* x, int64_t token, bool pinned, float* out) {
+  const int half = p.half;
+  const float* cosine = (pinned ? p.cos_pinned : p.cos) + token * half;
+  const float* sine = (pinned ? p.sin_pinned : p.sin) + token * half;
   for (int d = 0; d < half; d++) {
     out[d] = x[d] * cosine[d] - x[d + half] * sine[d];
     out[d + half] = x[d + half] * cosine[d] + x[d] * sine[d];
   }
+  for (int d = 2 * half; d < p.dim; d++) out[d] = x[d];
 }
 
 template <class Cache>
 void append_row(const Problem& p, int64_t token, int kv_head) {
   using Element = typename Cache::Element;
-  const int dim = p.dim, half = dim / 2;
+  const int dim = p.dim;
   const int64_t cached = p.state.before + token;
   const int64_t slot = slot_of(p.state, cached);
   // A pinned slot is met by queries at their position less the evicted tokens, so its key stands at its own slot.
-  const bool pinned = p.state.evicted != 0 && cached < p.state.pinned;
-  const float* cosine = (pinned ? p.cos_pinned : p.cos) + token * half;
-  const float* sine = (pinned ? p.sin_pinned : p.sin) + token * half;
+  const bool pinned = p.state.evicted != 0 && cached < p.state.pinned && !p.state.ring;
   const float* row = p.qkv + token * p.qkv_stride();
   const float* key = row + int64_t{p.heads + kv_head} * dim;
   const float* value = row + int64_t{p.heads + p.kv_heads + kv_head} * dim;
@@ -95,7 +96,7 @@ void append_row(const Problem& p, int64_t token, int kv_head) {
   Element* values = static_cast<Element*>(p.values) + block;
   const int place = static_cast<int>(slot % kBlock);
   float rotated[kMaxDim];
-  rotate(key, cosine, sine, dim, rotated);
+  rotate(p, key, token, pinned, rotated);
   for (int d = 0; d < dim; d++) {
     keys[Cache::key_at(place, d)] = Cache::encode(rotated[d], k_scale ? k_scale[d] : 1.0f);
     values[Cache::value_at(place, d, dim)] = Cache::encode(value[d], v_scale ? v_scale[d] : 1.0f);
@@ -136,10 +137,8 @@ void prepare_query(const Problem& p, const Unit& unit, int row, bool pinned, Wor
   const int dim = p.dim;
   const int64_t token = (unit.row + row) / p.group();
   const int64_t head = unit.kv_head * p.group() + (unit.row + row) % p.group();
-  const int64_t angles = token * (dim / 2);
   float q[kMaxDim];
-  rotate(p.qkv + token * p.qkv_stride() + head * dim, (pinned ? p.cos_pinned : p.cos) + angles,
-         (pinned ? p.sin_pinned : p.sin) + angles, dim, q);
+  rotate(p, p.qkv + token * p.qkv_stride() + head * dim, token, pinned, q);
   const float* k_scale = p.k_scale ? p.k_scale + int64_t{unit.kv_head} * dim : nullptr;
   float largest = 0, check = 0;
   for (int d = 0; d < dim; d++) {
@@ -193,12 +192,21 @@ void plan_ahead(const Problem& p, const Unit& unit, int64_t slot, int slots, Wor
   work.ahead_end = reinterpret_cast<const char*>(keys + last);
 }
 
+// The part of a tile that some rows see: slots low .. high - 1 of it, each row a part of these.
+struct Tile {
+  int64_t slot;  // where it begins in the cache: the start of a block
+  int slots;
+  bool pinned;
+  int first_row, last_row;  // rows first .. last - 1 see something of it
+  int low, high;
+};
+
 // Rows of raw scores against consecutive blocks; rows go in groups that share each load of the keys.
 template <class Cache>
-void score_tile(const Problem& p, const Unit& unit, int64_t slot, int blocks, bool pinned, int first_row,
-                Work<Cache>& work) {
+void score_tile(const Problem& p, const Unit& unit, const Tile& tile, Work<Cache>& work) {
   using Element = typename Cache::Element;
-  const int64_t start = (unit.kv_head * p.slots + slot) * p.dim;
+  const int64_t start = (unit.kv_head * p.slots + tile.slot) * p.dim;
+  const int blocks = tile.slots / kBlock;
   const Element* keys = static_cast<const Element*>(p.keys) + start;
   const Element* values = static_cast<const Element*>(p.values) + start;
   const int64_t block_bytes = static_cast<int64_t>(sizeof(Element)) * kBlock * p.dim;
@@ -208,22 +216,39 @@ void score_tile(const Problem& p, const Unit& unit, int64_t slot, int blocks, bo
       if (block + 1 < blocks) prefetch(keys + kBlock * p.dim, block_bytes);
       prefetch(values, block_bytes);
     }
-    int row = first_row;
-    while (row < unit.rows) {
-      const int rows = static_cast<int>(least(Cache::kScoreRows, unit.rows - row));
-      const uint8_t* query = work.queries[pinned] + row * query_bytes;
+    int row = tile.first_row;
+    while (row < tile.last_row) {
+      const int rows = static_cast<int>(least(Cache::kScoreRows, tile.last_row - row));
+      const uint8_t* query = work.queries[tile.pinned] + row * query_bytes;
       float* out = work.scores + int64_t{row} * work.tile_slots + block * kBlock;
-      simd::score(rows, query, work.query_sum[pinned] + row, keys, p.dim, out, work.tile_slots);
+      simd::score(rows, query, work.query_sum[tile.pinned] + row, keys, p.dim, out, work.tile_slots);
       row += rows;
     }
+  }
+}
+
+// softcap tanh(score / softcap), in place. With e = 2^(2 x log2 e), tanh x = (e - 1) / (e + 1); its absolute error of a
+// few 1e-7 is what counts, because the result is a difference in an exponent.
+inline void cap_scores(float* scores, int slots, float query_scale, float softcap) {
+  using F = typename simd::F;
+  constexpr float kEnough = 60.0f;  // 2^60: tanh is 1 in float32 long before
+  const F factor = simd::set(2 * kLog2e * query_scale / softcap), one = simd::set(1.0f), top = simd::set(kEnough);
+  for (int i = 0; i < slots; i += simd::kWidth) {
+    const F x = simd::mul(simd::load(scores + i), factor);
+    const F e = simd::exp2(simd::sub(top, simd::max(simd::sub(top, x), simd::set(0.0f))));
+    simd::store(scores + i, simd::mul(simd::set(softcap), simd::div(simd::sub(e, one), simd::add(e, one))));
   }
 }
 
 // Raw scores of one row -> weights, and what its running sums are to be multiplied by. Slots outside low .. high - 1
 // get the weight 0.
 template <class Cache>
-void soften_row(int row, int slots, int low, int high, float query_scale, Work<Cache>& work) {
+void soften_row(const Problem& p, int row, int slots, int low, int high, float query_scale, Work<Cache>& work) {
   float* scores = work.scores + int64_t{row} * work.tile_slots;
+  if (p.softcap != 0.0f) {
+    cap_scores(scores, slots, query_scale, p.softcap);
+    query_scale = 1.0f;
+  }
   for (int i = 0; i < low; i++) scores[i] = kMasked;
   for (int i = high; i < slots; i++) scores[i] = kMasked;
   using F = typename simd::F;
@@ -252,51 +277,66 @@ void soften_row(int row, int slots, int low, int high, float query_scale, Work<C
   work.sum[row] = work.sum[row] * work.alpha[row] + work.beta[row] * simd::total(sum);
 }
 
-// o = o alpha + beta sum p v for rows from `first_row` on, over slots low .. high - 1 of the tile.
+// o = o alpha + beta sum p v for the tile's rows.
 template <class Cache>
-void weigh_tile(const Problem& p, const Unit& unit, int64_t slot, int low, int high, int first_row,
-                Work<Cache>& work) {
+void weigh_tile(const Problem& p, const Unit& unit, const Tile& tile, Work<Cache>& work) {
   using Element = typename Cache::Element;
-  const Element* values = static_cast<const Element*>(p.values) + (unit.kv_head * p.slots + slot) * p.dim;
-  for (int row = first_row; row < unit.rows; row += Cache::kWeighRows) {
-    const int rows = static_cast<int>(least(Cache::kWeighRows, unit.rows - row));
+  const Element* values = static_cast<const Element*>(p.values) + (unit.kv_head * p.slots + tile.slot) * p.dim;
+  for (int row = tile.first_row; row < tile.last_row; row += Cache::kWeighRows) {
+    const int rows = static_cast<int>(least(Cache::kWeighRows, tile.last_row - row));
     const uint8_t* weights = work.weights + int64_t{row} * work.tile_slots * Cache::kWeightBytes;
     float* out = work.values + int64_t{row} * p.dim;
-    simd::weigh(rows, weights, work.tile_slots, values, low, high, p.dim, out, work.alpha + row, work.beta + row);
+    simd::weigh(rows, weights, work.tile_slots, values, tile.low, tile.high, p.dim, out, work.alpha + row,
+                work.beta + row);
   }
 }
 
-// How many of the segment's slots a row may see.
-inline int64_t visible(const Problem& p, const Unit& unit, const Segment& segment, int row) {
+// The slots begin .. end - 1 of a segment that a row may see; end <= begin where it sees none.
+struct Span {
+  int64_t begin, end;
+};
+
+inline Span visible(const Problem& p, const Unit& unit, const Segment& segment, int row) {
   const int64_t token = p.state.before + (unit.row + row) / p.group();  // the row's own place in the cache
-  return most(0, least(least(token + 1, unit.last) - segment.token, segment.count));
+  const int64_t first = most(most(unit.first, p.oldest(token)), segment.token);
+  const int64_t last = least(least(unit.last, token + 1), segment.token + segment.count);
+  const int64_t shift = segment.slot - segment.token;
+  return {first + shift, last + shift};
 }
 
-// One tile: slots `slot` (the start of a block) .. slot + slots - 1, of which the segment owns begin .. end - 1.
+// Slots `slot` (the start of a block) .. slot + slots - 1 against the rows that see some of them. Rows come in the order
+// of their tokens, so these are consecutive.
 template <class Cache>
-void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int64_t slot, int slots, int64_t begin,
+void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int64_t slot, int slots,
                  Work<Cache>& work) {
-  int first_row = 0;  // rows before it belong to tokens that come too early to see any of this
-  while (first_row < unit.rows && segment.slot + visible(p, unit, segment, first_row) <= begin) first_row++;
-  if (first_row == unit.rows) return;
-  score_tile(p, unit, slot, slots / kBlock, segment.pinned, first_row, work);
+  Tile tile{slot, slots, segment.pinned, 0, unit.rows, 0, 0};
+  const auto sees = [&](int row) {
+    const Span span = visible(p, unit, segment, row);
+    return most(span.begin, slot) < least(span.end, slot + slots);
+  };
+  while (tile.first_row < tile.last_row && !sees(tile.first_row)) tile.first_row++;
+  while (tile.first_row < tile.last_row && !sees(tile.last_row - 1)) tile.last_row--;
+  if (tile.first_row == tile.last_row) return;
+  score_tile(p, unit, tile, work);
   plan_ahead(p, unit, slot, slots, work);
-  const int low = static_cast<int>(begin - slot);
-  int high = 0;
-  for (int row = first_row; row < unit.rows; row++) {
-    high = static_cast<int>(least(segment.slot + visible(p, unit, segment, row) - slot, slots));
-    soften_row(row, slots, low, high, work.query_scale[segment.pinned][row], work);
+  tile.low = slots;
+  for (int row = tile.first_row; row < tile.last_row; row++) {
+    const Span span = visible(p, unit, segment, row);
+    const int low = static_cast<int>(most(span.begin - slot, 0)), high = static_cast<int>(least(span.end - slot, slots));
+    soften_row(p, row, slots, low, high, work.query_scale[segment.pinned][row], work);
+    tile.low = low < tile.low ? low : tile.low;
+    tile.high = high > tile.high ? high : tile.high;
   }
-  weigh_tile(p, unit, slot, low, high, first_row, work);
+  weigh_tile(p, unit, tile, work);
 }
 
 template <class Cache>
 void attend_segment(const Problem& p, const Unit& unit, const Segment& segment, Work<Cache>& work) {
-  const int64_t begin = segment.slot + most(unit.first - segment.token, 0);
-  const int64_t end = segment.slot + visible(p, unit, segment, unit.rows - 1);
+  const int64_t begin = visible(p, unit, segment, 0).begin;
+  const int64_t end = visible(p, unit, segment, unit.rows - 1).end;
   for (int64_t slot = begin / kBlock * kBlock; slot < end; slot += work.tile_slots) {
     const int64_t blocks = (least(work.tile_slots, end - slot) + kBlock - 1) / kBlock;
-    attend_tile(p, unit, segment, slot, static_cast<int>(blocks) * kBlock, most(begin, slot), work);
+    attend_tile(p, unit, segment, slot, static_cast<int>(blocks) * kBlock, work);
   }
 }
 

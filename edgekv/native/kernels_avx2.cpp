@@ -19,6 +19,7 @@ struct simd {
   static F add(F x, F y) { return _mm256_add_ps(x, y); }
   static F sub(F x, F y) { return _mm256_sub_ps(x, y); }
   static F mul(F x, F y) { return _mm256_mul_ps(x, y); }
+  static F div(F x, F y) { return _mm256_div_ps(x, y); }
   static F fma(F x, F y, F z) { return _mm256_fmadd_ps(x, y, z); }
   static F max(F x, F y) { return _mm256_max_ps(x, y); }
   static float largest(F x) {

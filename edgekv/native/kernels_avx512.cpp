@@ -23,6 +23,7 @@ struct simd {
   static F add(F x, F y) { return _mm512_add_ps(x, y); }
   static F sub(F x, F y) { return _mm512_sub_ps(x, y); }
   static F mul(F x, F y) { return _mm512_mul_ps(x, y); }
+  static F div(F x, F y) { return _mm512_div_ps(x, y); }
   static F fma(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
   static F max(F x, F y) { return _mm512_max_ps(x, y); }
   static float largest(F x) { return _mm512_reduce_max_ps(x); }

@@ -21,6 +21,7 @@ struct simd {
   static F add(F x, F y) { return vaddq_f32(x, y); }
   static F sub(F x, F y) { return vsubq_f32(x, y); }
   static F mul(F x, F y) { return vmulq_f32(x, y); }
+  static F div(F x, F y) { return vdivq_f32(x, y); }
   static F fma(F x, F y, F z) { return vfmaq_f32(z, x, y); }
   static F max(F x, F y) { return vmaxq_f32(x, y); }
   static float largest(F x) { return vmaxvq_f32(x); }

@@ -40,6 +40,10 @@ struct simd {
     for (int i = 0; i < kWidth; i++) x.v[i] *= y.v[i];
     return x;
   }
+  static F div(F x, F y) {
+    for (int i = 0; i < kWidth; i++) x.v[i] /= y.v[i];
+    return x;
+  }
   static F fma(F x, F y, F z) {
     for (int i = 0; i < kWidth; i++) x.v[i] = x.v[i] * y.v[i] + z.v[i];
     return x;

@@ -4,11 +4,14 @@
 //               keys     int8 or float [1, K, slots, D]   the cache, written in place; kernels.h has its order
 //               values   like keys
 //               state    int64 [4]   cached tokens before, evicted tokens, pinned tokens S, capacity C
-//               angles   float [4, T, D / 2]   cos and sin at the absolute positions, and less the evicted tokens
+//               angles   float [4, T, R / 2]   cos and sin at the absolute positions, and less the evicted tokens, of
+//                        the R <= D channels that are rotated; left out where a layer rotates nothing
 //               scales   float [2, K, D]   of keys and of values; only with an INT8 cache
 //     output    float [1, T, H D]
-//     attributes  num_heads, kv_num_heads (int), scale (float, 0 is 1 / sqrt(D)), softcap (float) and window (int),
-//               which must be 0
+//     attributes  num_heads, kv_num_heads (int), scale (float, 0 is 1 / sqrt(D)), softcap (float, 0 is none), window
+//               (int: how many tokens each sees, itself included; 0 is all)
+//
+// A layer with a window may have fewer slots than C: it then is a ring of its last tokens, with no pinned prefix.
 //
 // Writing into an input is what makes the cache a buffer that is bound once; no other node may read it.
 #include <cmath>
@@ -113,11 +116,11 @@ class Kernel {
   explicit Kernel(const ort::KernelInfo* info)
       : heads_(integer(info, "num_heads", 0)),
         kv_heads_(integer(info, "kv_num_heads", 0)),
-        scale_(number(info, "scale", 0.0f)) {
+        scale_(number(info, "scale", 0.0f)),
+        softcap_(number(info, "softcap", 0.0f)),
+        window_(integer(info, "window", 0)) {
     require(heads_ > 0 && kv_heads_ > 0 && heads_ < 65536 && heads_ % kv_heads_ == 0,
             "CachedAttention: num_heads must be a multiple of kv_num_heads");
-    require(number(info, "softcap", 0.0f) == 0.0f, "CachedAttention: softcap is not implemented");
-    require(integer(info, "window", 0) == 0, "CachedAttention: a window per layer is not implemented");
     const char* limit = std::getenv("EDGEKV_NATIVE_ISA");  // for tests and measurements
     kernels_[0] = best_kernels(CacheType::kFloat, limit);
     kernels_[1] = best_kernels(CacheType::kInt8, limit);
@@ -156,9 +159,12 @@ class Kernel {
     const int64_t tokens = qkv.dims[1], dim = keys.dims[3];
     require(qkv.dims[2] == (heads_ + 2 * kv_heads_) * dim, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
     require(state.is(ort::kInt64, 1) && state.dims[0] == 4, "CachedAttention: state is not int64 [4]");
-    require(angles.is(ort::kFloat, 3) && angles.dims[0] == 4 && angles.dims[1] == tokens && angles.dims[2] == dim / 2,
-            "CachedAttention: angles are not float [4, T, D / 2]");
     Problem problem{};
+    if (angles.data) {
+      require(angles.is(ort::kFloat, 3) && angles.dims[0] == 4 && angles.dims[1] == tokens && angles.dims[2] <= dim / 2,
+              "CachedAttention: angles are not float [4, T, R / 2]");
+      problem.half = static_cast<int>(angles.dims[2]);
+    }
     problem.type = keys.type == ort::kInt8 ? CacheType::kInt8 : CacheType::kFloat;
     if (problem.type == CacheType::kInt8) {
       require(scales.is(ort::kFloat, 3) && scales.dims[0] == 2 && scales.dims[1] == kv_heads_ && scales.dims[2] == dim,
@@ -170,15 +176,18 @@ class Kernel {
     problem.kv_heads = static_cast<int>(kv_heads_);
     problem.dim = static_cast<int>(dim <= kMaxDim ? dim : 0);
     problem.scale = scale_ != 0.0f ? scale_ : 1.0f / std::sqrt(static_cast<float>(dim));
+    problem.softcap = softcap_;
+    problem.window = window_;
     problem.tokens = tokens;
     problem.slots = keys.dims[2];
     problem.qkv = static_cast<const float*>(qkv.data);
     problem.keys = keys.data;
     problem.values = values.data;
     const int64_t* counts = static_cast<const int64_t*>(state.data);
-    problem.state = {counts[0], counts[1], counts[2], counts[3]};
+    problem.state = {counts[0], counts[1], counts[2], counts[3], 0};
+    if (window_ && problem.slots < problem.state.capacity) problem.state.ring = problem.slots;
     const float* table = static_cast<const float*>(angles.data);
-    const int64_t size = tokens * (dim / 2);
+    const int64_t size = tokens * problem.half;
     problem.cos = table;
     problem.sin = table + size;
     problem.cos_pinned = table + 2 * size;
@@ -188,7 +197,8 @@ class Kernel {
   }
 
   int64_t heads_, kv_heads_;
-  float scale_;
+  float scale_, softcap_;
+  int64_t window_;
   const Kernels* kernels_[2];  // for a float and for an INT8 cache
 };
 
@@ -218,7 +228,7 @@ ort::CustomOp make_op() {
   op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
   op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   op.GetInputCharacteristic = [](const ort::CustomOp*, size_t index) -> int {
-    return index == kScales ? ort::kOptional : ort::kRequired;
+    return index == kScales || index == kAngles ? ort::kOptional : ort::kRequired;
   };
   op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) -> int { return ort::kRequired; };
   op.GetInputMemoryType = [](const ort::CustomOp*, size_t) -> int { return ort::kDefaultMemory; };

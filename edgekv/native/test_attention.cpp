@@ -39,9 +39,14 @@ struct Case {
   CacheType type = CacheType::kInt8;
   int group = 3, kv_heads = 2, dim = 64;
   int64_t tokens = 1;
-  State state{0, 0, 0, 64};
+  State state{0, 0, 0, 64, 0};
+  int64_t window = 0;
+  float softcap = 0, scale = 0;  // scale 0: 1 / sqrt(D)
+  int half = -1;                 // pairs that are rotated; -1: all
   double k_size = 1, v_size = 1;  // how large keys and values are
   bool flat = false;              // queries of almost nothing: attention spread over all slots
+
+  int pairs() const { return half < 0 ? dim / 2 : half; }
 };
 
 // Everything that a problem points at.
@@ -56,7 +61,7 @@ double angle(int64_t position, int d, int dim) { return position * std::pow(1000
 
 void fill_angles(Memory& m, const Case& c) {
   for (int64_t t = 0; t < c.tokens; t++) {
-    for (int d = 0; d < c.dim / 2; d++) {
+    for (int d = 0; d < c.pairs(); d++) {
       const int64_t cached = c.state.before + t;
       const double absolute = angle(cached + c.state.evicted, d, c.dim), pinned = angle(cached, d, c.dim);
       m.cos.push_back(static_cast<float>(std::cos(absolute)));
@@ -71,7 +76,7 @@ Memory make(const Case& c, std::mt19937& random) {
   Memory m;
   std::normal_distribution<double> normal;
   const int heads = c.group * c.kv_heads;
-  const int64_t slots = (c.state.capacity + kBlock - 1) / kBlock * kBlock;
+  const int64_t slots = c.state.ring ? c.state.ring : (c.state.capacity + kBlock - 1) / kBlock * kBlock;
   const size_t channels = static_cast<size_t>(c.kv_heads) * c.dim, items = channels * slots;
   std::vector<double> k_spread(channels), v_spread(channels);
   for (size_t i = 0; i < channels; i++) {
@@ -100,7 +105,10 @@ Memory make(const Case& c, std::mt19937& random) {
   p.kv_heads = c.kv_heads;
   p.dim = c.dim;
   // Scores of a few units whatever the keys' size, as a trained model's are.
-  p.scale = static_cast<float>(1 / (std::sqrt(static_cast<double>(c.dim)) * c.k_size));
+  p.scale = static_cast<float>((c.scale != 0 ? c.scale : 1 / std::sqrt(static_cast<double>(c.dim))) / c.k_size);
+  p.softcap = c.softcap;
+  p.window = c.window;
+  p.half = c.pairs();
   p.tokens = c.tokens;
   p.slots = slots;
   p.state = c.state;
@@ -138,15 +146,16 @@ double stored(const Memory& m, bool value, int head, int64_t slot, int d) {
 }
 
 int64_t wanted_slot(const State& s, int64_t cached) {
+  if (s.ring) return (cached + s.evicted) % s.ring;
   if (s.evicted == 0 || cached < s.pinned) return cached;
   return s.pinned + (cached + s.evicted - s.pinned) % (s.capacity - s.pinned);
 }
 
 std::vector<double> rotated(const Problem& p, const float* x, int64_t token, bool pinned) {
-  const float* cosine = (pinned ? p.cos_pinned : p.cos) + token * (p.dim / 2);
-  const float* sine = (pinned ? p.sin_pinned : p.sin) + token * (p.dim / 2);
-  std::vector<double> y(p.dim);
-  const int half = p.dim / 2;
+  const int half = p.half;
+  const float* cosine = (pinned ? p.cos_pinned : p.cos) + token * half;
+  const float* sine = (pinned ? p.sin_pinned : p.sin) + token * half;
+  std::vector<double> y(x, x + p.dim);
   for (int d = 0; d < half; d++) {
     y[d] = double{x[d]} * cosine[d] - double{x[d + half]} * sine[d];
     y[d + half] = double{x[d + half]} * cosine[d] + double{x[d]} * sine[d];
@@ -162,12 +171,13 @@ bool check_rows(const Memory& m, std::vector<bool> touched[2]) {
     for (int head = 0; head < p.kv_heads; head++) {
       const float* key = p.qkv + t * p.qkv_stride() + (p.heads + head) * p.dim;
       const float* value = key + p.kv_heads * p.dim;
-      const auto k = rotated(p, key, t, p.state.evicted && cached < p.state.pinned);
+      const auto k = rotated(p, key, t, p.state.evicted && cached < p.state.pinned && !p.state.ring);
       for (int d = 0; d < p.dim; d++) {
         for (int part = 0; part < 2; part++) {
           touched[part][place(p, part, head, slot, d)] = true;
           const double wanted = part ? value[d] : k[d], found = stored(m, part, head, slot, d);
-          double slack = 1e-5 * (std::fabs(wanted) + std::hypot(key[d], key[(d + p.dim / 2) % p.dim]));
+          const double pair = p.half ? std::hypot(key[d], key[d < p.half ? d + p.half : d - p.half < 0 ? d : d - p.half]) : 0;
+          double slack = 1e-5 * (std::fabs(wanted) + pair);
           double bounded = wanted;
           if (p.type == CacheType::kInt8) {
             const double step = (part ? p.v_scale : p.k_scale)[head * p.dim + d];
@@ -197,14 +207,16 @@ double output_error(const Memory& m) {
       const auto window_q = rotated(p, query, t, false), pinned_q = rotated(p, query, t, true);
       std::vector<double> scores(visible), wanted(p.dim);
       double largest = -INFINITY, sum = 0, length = 0, distance = 0;
-      for (int64_t j = 0; j < visible; j++) {
+      const int64_t oldest = p.window ? std::max<int64_t>(0, visible - p.window) : 0;
+      for (int64_t j = oldest; j < visible; j++) {
         const int64_t slot = wanted_slot(p.state, j);
-        const auto& q = p.state.evicted && j < p.state.pinned ? pinned_q : window_q;
+        const auto& q = p.state.evicted && j < p.state.pinned && !p.state.ring ? pinned_q : window_q;
         for (int d = 0; d < p.dim; d++) scores[j] += q[d] * stored(m, false, head, slot, d);
         scores[j] *= p.scale;
+        if (p.softcap != 0) scores[j] = p.softcap * std::tanh(scores[j] / p.softcap);
         largest = std::max(largest, scores[j]);
       }
-      for (int64_t j = 0; j < visible; j++) {
+      for (int64_t j = oldest; j < visible; j++) {
         const double weight = std::exp(scores[j] - largest);
         sum += weight;
         for (int d = 0; d < p.dim; d++) wanted[d] += weight * stored(m, true, head, wanted_slot(p.state, j), d);
@@ -256,11 +268,13 @@ bool check(const Case& c, const Kernels& kernels, unsigned seed) {
   worst_error = std::max(worst_error, error);
   if (good && error <= kTolerance) return true;
   std::printf("FAILED %s %s: group %d, kv heads %d, dim %d, tokens %lld, before %lld, evicted %lld, pinned %lld, "
-              "capacity %lld, k size %g, v size %g, flat %d, seed %u: error %g%s\n",
+              "capacity %lld, ring %lld, window %lld, softcap %g, scale %g, pairs %d, k size %g, v size %g, flat %d, "
+              "seed %u: error %g%s\n",
               kernels.name, c.type == CacheType::kInt8 ? "int8" : "float", c.group, c.kv_heads, c.dim,
               static_cast<long long>(c.tokens), static_cast<long long>(c.state.before),
               static_cast<long long>(c.state.evicted), static_cast<long long>(c.state.pinned),
-              static_cast<long long>(c.state.capacity), c.k_size, c.v_size, c.flat, seed, error,
+              static_cast<long long>(c.state.capacity), static_cast<long long>(c.state.ring),
+              static_cast<long long>(c.window), c.softcap, c.scale, c.pairs(), c.k_size, c.v_size, c.flat, seed, error,
               good ? "" : ", and the cache is wrong");
   return false;
 }
@@ -268,6 +282,15 @@ bool check(const Case& c, const Kernels& kernels, unsigned seed) {
 template <class T>
 T pick(std::mt19937& random, std::initializer_list<T> choices) {
   return choices.begin()[random() % choices.size()];
+}
+
+// A window, over the whole cache or over a ring of the layer's own.
+void add_window(Case& c, std::mt19937& random) {
+  c.window = 1 + static_cast<int64_t>(random() % (c.state.capacity + 20));
+  if (random() % 2) return;
+  const int64_t oldest = std::max<int64_t>(0, c.state.before - c.window + 1);
+  const int64_t needed = c.state.before + c.tokens - oldest;
+  c.state.ring = (needed + static_cast<int64_t>(random() % 100) + kBlock - 1) / kBlock * kBlock;
 }
 
 Case random_case(std::mt19937& random) {
@@ -286,6 +309,10 @@ Case random_case(std::mt19937& random) {
   c.k_size = pick(random, {1.0, 1.0, 1e-6, 1e3});
   c.v_size = pick(random, {1.0, 1.0, 1e-6, 1e3});
   c.flat = random() % 4 == 0;
+  if (random() % 3 == 0) c.softcap = pick(random, {0.5f, 5.0f, 50.0f});
+  if (random() % 4 == 0) c.scale = pick(random, {0.5f, 2.0f}) / std::sqrt(static_cast<float>(c.dim));
+  if (random() % 4 == 0) c.half = pick(random, {0, c.dim / 4});
+  if (random() % 3 == 0) add_window(c, random);
   return c;
 }
 
@@ -315,6 +342,12 @@ bool check_refusals() {
   refused([](Problem& p) { p.kv_heads = 0; });
   refused([](Problem& p) { p.tokens = 0; });
   refused([](Problem& p) { p.tokens = 65; });
+  refused([](Problem& p) { p.half = 33; });
+  refused([](Problem& p) { p.window = -1; });
+  refused([](Problem& p) { p.softcap = -1; });
+  refused([](Problem& p) { p.state.ring = 64; });
+  refused([](Problem& p) { p.state.ring = 80, p.window = 5; });
+  refused([](Problem& p) { p.state.ring = 16, p.window = 17, p.state.before = 32; });
   if (!good) std::printf("FAILED: a problem that does not fit was not refused\n");
   return good;
 }
@@ -325,7 +358,7 @@ bool check_not_finite(const Kernels& kernels, CacheType type) {
   Case c;
   c.type = type;
   c.tokens = 3;
-  c.state = {40, 9, 4, 64};
+  c.state = {40, 9, 4, 64, 0};
   Memory m = make(c, random);
   connect(m);
   const int heads = m.problem.heads;

@@ -17,6 +17,7 @@ says, and put into the plain order of rows when they are saved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -33,56 +34,88 @@ from edgekv.model.spec import ModelSpec
 _ALIGNMENT = 64  # bytes: a cache line, so that no vector load straddles two
 
 
-class RingCache:
-    """Keys and values of all layers, and which slot holds which token. Rows are asked for in the order of tokens."""
+class LayerCache:
+    """One layer's keys and values in blocks of 16 slots, as native/kernels.h has them."""
 
-    def __init__(self, spec: ModelSpec, kv: KVSpec) -> None:
-        dtype = np.dtype(CACHE_DTYPES[kv.dtype])
-        blocks = -(-kv.capacity // BLOCK)
-        heads, dim = spec.num_kv_heads, spec.head_dim
-        together = 4 // dtype.itemsize  # g: channels (keys) or slots (values) in one 32-bit word
-        self._blocks = {part: _aligned((spec.num_layers, heads, blocks * BLOCK, dim), dtype) for part in "kv"}
-        k, v = self._blocks.values()
-        self._keys = k.reshape(-1, heads, blocks, dim // together, BLOCK, together)  # [L, K, B, D/g, 16, g]
-        self._values = v.reshape(-1, heads, blocks, BLOCK // together, dim, together)  # [L, K, B, 16/g, D, g]
-        self._together, self._dim = together, dim
+    def __init__(self, spec: ModelSpec, dtype: np.dtype[Any], slots: int) -> None:
+        heads, dim, blocks = spec.num_kv_heads, spec.head_dim, -(-slots // BLOCK)
+        self._together = 4 // dtype.itemsize  # g: channels (keys) or slots (values) in one 32-bit word
+        self._dim = dim
+        self.parts = {part: _aligned((heads, blocks * BLOCK, dim), dtype) for part in "kv"}
+        k, v = self.parts.values()
+        self._keys = k.reshape(heads, blocks, dim // self._together, BLOCK, self._together)  # [K, B, D/g, 16, g]
+        self._values = v.reshape(heads, blocks, BLOCK // self._together, dim, self._together)  # [K, B, 16/g, D, g]
+
+    def read(self, part: str, slots: Array) -> Array:
+        """A copy of the rows in these slots, [K, n, D]."""
+        block, place = np.divmod(slots, BLOCK)
+        if part == "k":
+            rows = self._keys[:, block, :, place, :]  # [n, K, D/g, g]
+            return np.ascontiguousarray(rows.reshape(*rows.shape[:2], self._dim).swapaxes(0, 1))
+        group, inside = np.divmod(place, self._together)
+        return np.ascontiguousarray(self._values[:, block, group, :, inside].swapaxes(0, 1))
+
+    def write(self, part: str, slots: Array, rows: Array) -> None:
+        """Overwrite the rows in these slots with [K, n, D]."""
+        block, place = np.divmod(slots, BLOCK)
+        turned = rows.swapaxes(0, 1)  # [n, K, D]
+        if part == "k":
+            words = turned.reshape(*turned.shape[:2], self._dim // self._together, self._together)
+            self._keys[:, block, :, place, :] = words
+        else:
+            group, inside = np.divmod(place, self._together)
+            self._values[:, block, group, :, inside] = turned
+
+
+class RingCache:
+    """Keys and values of all layers, and which slot holds which token. Rows are asked for in the order of tokens.
+
+    Args:
+        slots: of each layer, by default C. A layer with fewer is a ring of its own, of its last tokens.
+    """
+
+    def __init__(self, spec: ModelSpec, kv: KVSpec, slots: Sequence[int] = ()) -> None:
         self._capacity = kv.capacity
+        self._slots = tuple(slots) or (kv.capacity,) * spec.num_layers
+        dtype = np.dtype(CACHE_DTYPES[kv.dtype])
+        self.layers = tuple(LayerCache(spec, dtype, count) for count in self._slots)
         self.evicted = 0
         self.pinned = 0
+        self.written = 0  # tokens, from the very first, up to where slots have been overwritten
 
     def bind(self, io: Any) -> None:
         """Bind every layer; the operator writes into its input."""
-        for part, layers in self._blocks.items():
-            for layer, rows in enumerate(layers):
-                io.bind_input(f"past_{part}.{layer}", "cpu", 0, rows.dtype, (1, *rows.shape), rows.ctypes.data)
+        for number, layer in enumerate(self.layers):
+            for part, rows in layer.parts.items():
+                io.bind_input(f"past_{part}.{number}", "cpu", 0, rows.dtype, (1, *rows.shape), rows.ctypes.data)
+
+    def first(self, layer: int) -> int:
+        """The first token (counted without the evicted ones) whose row the layer still holds, and all after it."""
+        if self._slots[layer] == self._capacity:
+            return 0
+        return max(0, self.written - self._slots[layer] - self.evicted)
 
     def read(self, part: str, layer: int, start: int, stop: int) -> Array:
-        """A copy of the rows of tokens start .. stop-1 (counted without the evicted ones), [K, stop-start, D]."""
-        block, place = np.divmod(self._slots(start, stop), BLOCK)
-        if part == "k":
-            rows = self._keys[layer][:, block, :, place, :]  # [n, K, D/g, g]
-            return np.ascontiguousarray(rows.reshape(*rows.shape[:2], self._dim).swapaxes(0, 1))
-        group, inside = np.divmod(place, self._together)
-        return np.ascontiguousarray(self._values[layer][:, block, group, :, inside].swapaxes(0, 1))
+        """A copy of the rows of tokens start .. stop-1 (counted without the evicted ones), [K, n, D]; of a layer with a
+        ring of its own those that it still holds."""
+        start = min(max(start, self.first(layer)), stop)
+        return self.layers[layer].read(part, self._places(layer, start, stop))
 
     def write(self, part: str, layer: int, start: int, rows: Array) -> None:
-        """Overwrite the rows of tokens from `start` on."""
-        block, place = np.divmod(self._slots(start, start + rows.shape[1]), BLOCK)
-        turned = rows.swapaxes(0, 1)  # [n, K, D]
-        if part == "k":
-            self._keys[layer][:, block, :, place, :] = turned.reshape(
-                *turned.shape[:2], self._dim // self._together, self._together
-            )
-        else:
-            group, inside = np.divmod(place, self._together)
-            self._values[layer][:, block, group, :, inside] = turned
+        """Overwrite the rows of tokens from `start` on; a ring of its own takes as many as it has slots, the last."""
+        stop = start + rows.shape[1]
+        start = max(start, stop - self._slots[layer])
+        self.layers[layer].write(part, self._places(layer, start, stop), rows[:, start - stop :])
 
     def move(self, target: int, source: int, count: int) -> None:
         """Forget the tokens target .. source-1: the `count` after them stay where they are."""
         self.pinned, self.evicted = target, self.evicted + source - target
 
-    def _slots(self, start: int, stop: int) -> Array:
+    def _places(self, layer: int, start: int, stop: int) -> Array:
+        """The slots of these tokens."""
         tokens = np.arange(start, stop)
+        if self._slots[layer] != self._capacity:
+            return (tokens + self.evicted) % self._slots[layer]
         if not self.evicted:
             return tokens
         ring = self.pinned + (tokens - self.pinned + self.evicted) % (self._capacity - self.pinned)
