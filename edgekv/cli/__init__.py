@@ -19,6 +19,7 @@ COMMANDS = {
     "pull": "Download a model.",
     "convert": "Make a model directory from a GGUF file or safetensors.",
     "calibrate": "Measure the KV cache's scales.",
+    "scales": "Take KV scales to another runtime, or bring theirs.",
     "plan": "Show what a model takes in memory, before loading it.",
     "info": "Show what a model directory holds.",
     "eval": "Fidelity of the cache: perplexity, KL divergence, needles.",

@@ -45,6 +45,11 @@ class TensorFiles:
         """The files, in order of name."""
         return sorted({str(file) for file, _, _ in self._entries.values()})
 
+    @property
+    def names(self) -> list[str]:
+        """All tensors."""
+        return list(self._entries)
+
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
