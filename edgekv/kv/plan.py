@@ -1,7 +1,7 @@
 """The memory plan: every byte a line with its formula, and the largest cache that fits a budget.
 
     cache            2 L K C D x bits / 8           (keys and values; the only line that grows with the capacity,
-    RoPE tables      2 x 4 C D/2 + 24 C D/2          beside the tables and the float64 angles they are made from)
+    RoPE tables      R x 2 x 4 C D/2 + 24 C D/2      beside the R pairs of tables and the angles they are made from)
     weights          what the file holds; the runtime keeps one packed copy and drops the file's pages
     embedding        a tied embedding is read by row and used as the head, which packs a second copy
     workspace        4 T (8 E + 3 F + qkv)           activations of one prefill chunk of T tokens
@@ -166,7 +166,7 @@ def _total(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity
 
 
 def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int) -> tuple[PlanLine, ...]:
-    half = spec.head_dim // 2
+    half, tables = spec.head_dim // 2, 2 * len(spec.ropes)
     chunk, estimated = request.chunk, "" if footprint.exact else " (estimated)"
     lines = (
         PlanLine("weights", footprint.weight_bytes, f"packed by the runtime{estimated}"),
@@ -180,7 +180,11 @@ def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity
             f" of {BITS[request.dtype]} bits",
         ),
         PlanLine("cache scales", 8 * spec.num_layers * spec.num_kv_heads * spec.head_dim, "2 L K D x 4 bytes"),
-        PlanLine("RoPE tables", 32 * capacity * half, "C D/2 x (2 x 4 bytes + 3 x 8 while they are made)"),
+        PlanLine(
+            "RoPE tables",
+            (4 * tables + 24) * capacity * half,
+            f"C D/2 x ({tables} x 4 bytes + 3 x 8 while they are made)",
+        ),
         PlanLine("logits", 4 * spec.vocab_size, "V x 4 bytes"),
         PlanLine(
             "prefill workspace",

@@ -77,6 +77,7 @@ def is_converted(folder: Path) -> bool:
 def write_description(folder: Path, description: Description) -> None:
     """Write edgekv.json."""
     data = {"format_version": FORMAT_VERSION, "fingerprint": description.fingerprint} | asdict(description)
+    data["spec"] = description.spec.to_json()
     with atomic_file(folder / DESCRIPTION) as part:
         part.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
 

@@ -387,7 +387,7 @@ def test_three_times_the_capacity(tiny_models: TinyModels, open_onnx: OpenEngine
 
 def _without_new_angles(engine: OnnxEngine, move: Move) -> None:
     OnnxEngine.evict(engine, move)
-    engine._cos[:], engine._sin[:] = rope_tables(engine.spec.rope, engine.spec.head_dim, 0, engine.kv.capacity)
+    engine._tables[0] = rope_tables(engine.spec.rope, engine.spec.head_dim, 0, engine.kv.capacity)
 
 
 def _without_pinned_rerun(engine: OnnxEngine, move: Move) -> None:

@@ -42,7 +42,7 @@ def set_half_attention(model: onnx.ModelProto) -> None:
     Call it after `set_cache`. A 16-bit cache is then the unquantised one.
     """
     for value in [*model.graph.input, *model.graph.output]:
-        if value.name in ("cos", "sin") or (
+        if value.name.startswith(("cos", "sin")) or (
             value.name.startswith(("past_", "present_")) and value.type.tensor_type.elem_type == TensorProto.FLOAT
         ):
             value.type.tensor_type.elem_type = TensorProto.FLOAT16
@@ -84,7 +84,7 @@ def set_native_attention(model: onnx.ModelProto) -> None:
             )
         )
     _keep(model.graph.output, lambda name: not name.startswith("present_"))
-    _keep(model.graph.input, lambda name: name not in ("cos", "sin"))
+    _keep(model.graph.input, lambda name: not name.startswith(("cos", "sin")))
     model.graph.input.append(helper.make_tensor_value_info("state", TensorProto.INT64, [4]))
     model.graph.input.append(helper.make_tensor_value_info("angles", TensorProto.FLOAT, [4, "T", "D/2"]))
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))

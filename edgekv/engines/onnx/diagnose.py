@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.engines.rope import rope_tables
+from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
 from edgekv.model.converted import GRAPH
 from edgekv.model.spec import ModelSpec
 
@@ -42,14 +42,15 @@ def first_bad_layer(folder: Path, spec: ModelSpec, tokens: Sequence[int]) -> int
 
 def _feeds(spec: ModelSpec, tokens: Sequence[int]) -> dict[str, Any]:
     count = len(tokens)
-    cos, sin = rope_tables(spec.rope, spec.head_dim, 0, count)
+    tables: dict[str, Any] = {}
+    for index, rope in enumerate(settled_ropes(spec, count)):
+        tables |= dict(zip(rope_inputs(index), rope_tables(rope, spec.head_dim, 0, count), strict=True))
     cache = np.zeros((1, spec.num_kv_heads, count, spec.head_dim), np.float32)
     past = {f"past_{part}.{layer}": cache for part in "kv" for layer in range(spec.num_layers)}
-    return past | {
+    places = {
         "ids": np.asarray([tokens], np.int64),
         "rows": np.zeros(0, np.int64),
         "seqlens_k": np.array([count - 1], np.int32),
         "total": np.array(count, np.int32),
-        "cos": cos,
-        "sin": sin,
     }
+    return past | tables | places

@@ -17,7 +17,7 @@ import numpy as np
 from edgekv.engines.base import EngineState, Logits
 from edgekv.engines.onnx import native
 from edgekv.engines.onnx.binding import Array, CacheMemory, DeviceCache, HostCache, StepBuffers
-from edgekv.engines.rope import rope_tables
+from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
 from edgekv.errors import CacheFull, DependencyMissing, EngineError, InvalidOption, UnsupportedModel
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
@@ -176,7 +176,7 @@ class OnnxEngine:
         self._tokens = []
         self._io = self._session = None
         self._constants.clear()
-        for name in ("_cache", "_step", "_cos", "_sin"):
+        for name in ("_cache", "_step", "_tables"):
             self.__dict__.pop(name, None)
 
     def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
@@ -210,18 +210,20 @@ class OnnxEngine:
         )
         self._cache.bind(self._io)
         self._bind_scales()
-        half = self._spec.head_dim // 2
+        self._ropes = settled_ropes(self._spec, self._kv.capacity)
         angles = np.float16 if self._options.half else np.float32
-        self._cos, self._sin = (np.zeros((self._kv.capacity, half), angles) for _ in range(2))
+        shape = (len(self._ropes), 2, self._kv.capacity, self._spec.head_dim // 2)  # cos and sin of each RoPE
+        self._tables = np.zeros(shape, angles)
         self._set_positions()
 
     def _place(self, past: int, count: int) -> None:
         """Tell the graph where the next run's tokens go; the tables serve any, so there is nothing to do."""
 
     def _set_positions(self) -> None:
-        self._cos[:], self._sin[:] = rope_tables(self._spec.rope, self._spec.head_dim, self._evicted, self._kv.capacity)
-        self._bind_input("cos", self._cos)
-        self._bind_input("sin", self._sin)
+        for index, (rope, tables) in enumerate(zip(self._ropes, self._tables, strict=True)):
+            tables[:] = rope_tables(rope, self._spec.head_dim, self._evicted, self._kv.capacity)
+            for name, table in zip(rope_inputs(index), tables, strict=True):
+                self._bind_input(name, table)
 
     def _bind_input(self, name: str, array: Array) -> None:
         """Bind by pointer; the caller keeps the array alive."""

@@ -26,7 +26,7 @@ from edgekv.engines.base import EngineState, Logits
 from edgekv.engines.onnx.binding import CACHE_DTYPES, Array
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.engines.onnx.native import BLOCK
-from edgekv.engines.rope import inverse_frequencies, rope_tables
+from edgekv.engines.rope import amplitudes, inverse_frequencies, settled
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec
@@ -147,7 +147,8 @@ class RingEngine(OnnxEngine):
         keys, values = super().rows(layer, start, stop)
         pinned = max(0, min(self._cache.pinned, stop) - start)
         if self._evicted and pinned:
-            cos, sin = rope_tables(self._spec.rope, self._spec.head_dim, self._evicted, 1)
+            turn = self._evicted * self._frequencies
+            cos, sin = np.cos(turn).astype(np.float32), np.sin(turn).astype(np.float32)
             low, high = np.split(keys[:, :pinned], 2, axis=-1)
             keys[:, :pinned] = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
         return keys, values
@@ -177,7 +178,9 @@ class RingEngine(OnnxEngine):
         self._cache = RingCache(self._spec, self._kv)
         self._cache.bind(self._io)
         self._bind_scales()
-        self._frequencies = inverse_frequencies(self._spec.rope, self._spec.head_dim)
+        rope = settled(self._spec.rope, self._spec.head_dim, self._kv.capacity)
+        self._frequencies = inverse_frequencies(rope, self._spec.head_dim)
+        self._amplitudes = amplitudes(rope, self._spec.head_dim)
         self._state = np.zeros(4, np.int64)
         self._angles = np.zeros(4 * self._options.chunk * len(self._frequencies), np.float32)
         self._bind_input("state", self._state)
@@ -196,7 +199,7 @@ class RingEngine(OnnxEngine):
         angles = self._angles[: 4 * count * len(self._frequencies)].reshape(4, count, -1)
         for first, half in ((past + self._evicted, angles[:2]), (past, angles[2:])):
             turns = np.arange(first, first + count, dtype=np.float64)[:, None] * self._frequencies
-            half[0], half[1] = np.cos(turns), np.sin(turns)
+            half[0], half[1] = np.cos(turns) * self._amplitudes, np.sin(turns) * self._amplitudes
         if self._placed != count:
             self._bind_input("angles", angles)
             self._placed = count
