@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from edgekv.aio import AsyncRuntime
     from edgekv.api import LoadOptions, Reply, Runtime, load
     from edgekv.errors import (
         BadCheckpoint,
+        Busy,
         ContextOverflow,
         DependencyMissing,
         DownloadFailed,
@@ -32,20 +34,21 @@ if TYPE_CHECKING:
         TemplateError,
         UnsupportedModel,
     )
-    from edgekv.generate import Evicted, Finished, PrefillProgress, TextDelta, Usage
+    from edgekv.generate import Evicted, Finished, PrefillProgress, TextDelta, TokenScored, Usage
     from edgekv.kv.plan import Plan
     from edgekv.sampling import SamplingOptions
     from edgekv.session import Session
     from edgekv.text.precheck import LengthReport
 
 _HOMES = {
+    "edgekv.aio": ("AsyncRuntime",),
     "edgekv.api": ("LoadOptions", "Reply", "Runtime", "load"),
     "edgekv.errors": (
-        "BadCheckpoint", "ContextOverflow", "DependencyMissing", "DownloadFailed", "EdgeKVError", "EngineError",
+        "BadCheckpoint", "Busy", "ContextOverflow", "DependencyMissing", "DownloadFailed", "EdgeKVError", "EngineError",
         "InvalidOption", "MemoryBudgetError", "ModelNotFound", "ScalesError", "StorageError", "TemplateError",
         "UnsupportedModel",
     ),
-    "edgekv.generate": ("Evicted", "Finished", "PrefillProgress", "TextDelta", "Usage"),
+    "edgekv.generate": ("Evicted", "Finished", "PrefillProgress", "TextDelta", "TokenScored", "Usage"),
     "edgekv.kv.plan": ("Plan",),
     "edgekv.sampling": ("SamplingOptions",),
     "edgekv.session": ("Session",),
@@ -54,7 +57,9 @@ _HOMES = {
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AsyncRuntime",
     "BadCheckpoint",
+    "Busy",
     "ContextOverflow",
     "DependencyMissing",
     "DownloadFailed",
@@ -77,6 +82,7 @@ __all__ = [
     "StorageError",
     "TemplateError",
     "TextDelta",
+    "TokenScored",
     "UnsupportedModel",
     "Usage",
     "__version__",

@@ -8,14 +8,16 @@
             if isinstance(event, edgekv.TextDelta):
                 print(event.text, end="", flush=True)
 
-A Runtime is one model, one engine and one cache, planned before it loads. Answers run one at a time; starting another
-ends the one before. Threads must not share a Runtime without a lock of their own.
+A Runtime is one model, one engine and one cache, planned before it loads. Answers run one at a time. Threads may share
+it: each waits for its turn, in the order they asked (edgekv/sharing.py). For event loops there is `AsyncRuntime`. In
+the thread that loaded the model, starting another answer ends the one before.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from edgekv import device as hardware
 from edgekv.engines.base import Engine
 from edgekv.errors import BadCheckpoint, InvalidOption
-from edgekv.generate import Finished
+from edgekv.generate import Event, Finished
 from edgekv.kv.plan import Plan
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
@@ -32,13 +34,17 @@ from edgekv.options import LoadOptions, home_of, plan_for
 from edgekv.prepare import Progress, find_scales, prepare
 from edgekv.sampling import SamplingOptions
 from edgekv.session import Chat, Events, Session
+from edgekv.sharing import SharedChat
 from edgekv.text.precheck import LengthReport, Overflow
 from edgekv.text.prompt import ChatFormat
-from edgekv.text.template import ChatTemplate, Message
+from edgekv.text.template import ChatTemplate, Message, Tool
 from edgekv.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from edgekv.engines.onnx.engine import OnnxOptions
+
+OnEvent = Callable[[Event], object]
+"""Is called with each event of an answer; an exception from it ends the answer and is raised."""
 
 Reply = Finished
 """A whole answer: text, finish_reason, usage."""
@@ -112,7 +118,9 @@ class Runtime:
         self.model, self.plan, self.options = model, plan, options
         self._engine: Engine | None = engine
         tokenizer, chat_format = open_text(model)
-        self._chat = Chat(engine, tokenizer, chat_format, model.spec.bos_id if model.description.add_bos else None)
+        self._chat = SharedChat(
+            engine, tokenizer, chat_format, model.spec.bos_id if model.description.add_bos else None
+        )
 
     def __enter__(self) -> Runtime:
         return self
@@ -130,31 +138,36 @@ class Runtime:
         """The cache and its timeline, for tools."""
         return self._open()
 
-    def precheck(self, messages: Sequence[Message], **sampling: Any) -> LengthReport:
+    def precheck(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), **sampling: Any) -> LengthReport:
         """What these messages would do to the cache: their length, what is reused, what would leave. Nothing runs."""
-        return self._open().precheck(messages, _sampling(self.sampling, sampling), self.options.overflow)
+        return self._open().precheck(messages, _sampling(self.sampling, sampling), self.options.overflow, tools)
 
-    def stream(self, messages: Sequence[Message], **sampling: Any) -> Events:
+    def stream(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), **sampling: Any) -> Events:
         """Answer messages as a stream of events (TextDelta, Evicted, PrefillProgress, and Finished at the end).
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
+            tools: what the model may call, as OpenAI describes tools; calls come as text, in the model's own way.
             sampling: fields of `SamplingOptions`: temperature, top_k, top_p, min_p, repetition_penalty, seed,
-                max_new_tokens, stop.
+                max_new_tokens, stop, json_schema, grammar, top_logprobs.
 
         Raises:
             ContextOverflow: the messages do not fit; raised before anything runs.
             TemplateError: the model's template refuses them. InvalidOption: an unknown sampling option.
         """
-        return self._open().stream(messages, _sampling(self.sampling, sampling), self.options.overflow)
+        return self._open().stream(messages, _sampling(self.sampling, sampling), self.options.overflow, tools)
 
-    def chat(self, messages: Sequence[Message], **sampling: Any) -> Reply:
-        """Answer messages, whole. Arguments and errors as for `stream`."""
-        return _last(self.stream(messages, **sampling))
+    def stream_text(self, prompt: str, **sampling: Any) -> Events:
+        """Continue plain text, without a chat template, as a stream of events. Otherwise as `stream`."""
+        return self._open().stream_text(prompt, _sampling(self.sampling, sampling), self.options.overflow)
 
-    def generate(self, prompt: str, **sampling: Any) -> Reply:
-        """Continue plain text, without a chat template. Arguments and errors as for `stream`."""
-        return _last(self._open().stream_text(prompt, _sampling(self.sampling, sampling), self.options.overflow))
+    def chat(self, messages: Sequence[Message], *, on_event: OnEvent | None = None, **options: Any) -> Reply:
+        """Answer messages, whole. `on_event` is called with every event; the rest is as for `stream`."""
+        return _last(self.stream(messages, **options), on_event)
+
+    def generate(self, prompt: str, *, on_event: OnEvent | None = None, **sampling: Any) -> Reply:
+        """Continue plain text, without a chat template, whole. `on_event` is called with every event."""
+        return _last(self.stream_text(prompt, **sampling), on_event)
 
     def session(self, *, system: str = "", overflow: Overflow | None = None, **sampling: Any) -> Session:
         """A dialogue that remembers. `overflow` None takes the runtime's policy."""
@@ -163,12 +176,12 @@ class Runtime:
 
     def close(self) -> None:
         """Free the engine and the cache. Closing twice is fine."""
-        if self._engine is not None:
-            self._chat.stop()
-            self._engine.close()
-            self._engine = None
+        with self._chat.exclusive():
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
 
-    def _open(self) -> Chat:
+    def _open(self) -> SharedChat:
         if self._engine is None:
             raise InvalidOption("This runtime is closed: load the model again.")
         return self._chat
@@ -180,12 +193,16 @@ def _sampling(base: SamplingOptions, changes: dict[str, Any]) -> SamplingOptions
         raise InvalidOption(f"There is no sampling option {unknown[0]!r}: the options are {', '.join(sorted(known))}.")
     if isinstance(changes.get("stop"), list):
         changes = changes | {"stop": tuple(changes["stop"])}
+    if isinstance(changes.get("json_schema"), dict):
+        changes = changes | {"json_schema": json.dumps(changes["json_schema"])}
     return replace(base, **changes)
 
 
-def _last(events: Events) -> Reply:
+def _last(events: Events, on_event: OnEvent | None) -> Reply:
     """Run a stream to its end."""
     for event in events:
+        if on_event is not None:
+            on_event(event)
         if isinstance(event, Finished):
             return event
     raise AssertionError("a stream that was not interrupted ends with Finished")

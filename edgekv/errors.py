@@ -13,6 +13,7 @@
     ├── ContextOverflow      the prompt does not fit the cache (also a ValueError)
     ├── CacheFull            an engine was asked to append past its capacity
     ├── TemplateError        the model's chat template refuses these messages
+    ├── Busy                 too many are waiting for an answer, or one has waited too long
     ├── EngineError          the backend failed, or produced non-finite numbers
     └── StorageError         a file could not be written
 
@@ -65,6 +66,18 @@ class MemoryBudgetError(EdgeKVError):
 
 class TemplateError(EdgeKVError, ValueError):
     """The model's chat template refuses these messages."""
+
+
+class Busy(EdgeKVError):
+    """Too many are waiting for an answer, or one has waited too long; nothing was run.
+
+    Attributes:
+        full: it was the line that was too long, not the wait.
+    """
+
+    def __init__(self, message: str, *, full: bool) -> None:
+        self.full = full
+        super().__init__(message)
 
 
 class EngineError(EdgeKVError):

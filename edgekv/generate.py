@@ -16,7 +16,7 @@ import numpy as np
 
 from edgekv.engines.base import Engine, Logits
 from edgekv.kv.window import Window
-from edgekv.sampling import Sampler, SamplingOptions
+from edgekv.sampling import Constraint, Sampler, SamplingOptions, TokenScore, score_token
 from edgekv.text.detokenize import StreamDetokenizer
 from edgekv.text.tokenizer import Tokenizer
 
@@ -67,6 +67,15 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class TokenScored:
+    """A token has been chosen; only with `top_logprobs`. It comes before the text that the token settles."""
+
+    text: str
+    score: TokenScore
+    top: tuple[str, ...] = ()  # the texts of score.top
+
+
+@dataclass(frozen=True)
 class Finished:
     """The answer is complete."""
 
@@ -75,7 +84,7 @@ class Finished:
     usage: Usage
 
 
-Event = PrefillProgress | Evicted | TextDelta | Finished
+Event = PrefillProgress | Evicted | TokenScored | TextDelta | Finished
 
 
 class Timeline:
@@ -179,6 +188,7 @@ class Request:
     pinned: int
     eos_ids: frozenset[int]
     room: int | None  # the most tokens the answer may have; None: no limit
+    constraint: Constraint | None = None  # what the answer must follow
 
 
 def answer(timeline: Timeline, tokenizer: Tokenizer, request: Request, sampling: SamplingOptions) -> Iterator[Event]:
@@ -202,7 +212,7 @@ class _Answer:
         self._timeline, self._request, self._sampling = timeline, request, sampling
         self._tokenizer = tokenizer
         self._detokenizer = StreamDetokenizer(tokenizer, sampling.stop)
-        self._sampler = Sampler(sampling)
+        self._sampler = Sampler(sampling, request.constraint)
         self._started = time.perf_counter()
         self._usage = Usage(len(request.tokens), timeline.rewind(request.tokens, request.pinned))
         self._logits: Logits | None = None
@@ -224,6 +234,7 @@ class _Answer:
                 self._reason = "stop"
                 break
             self._output.append(token)
+            yield from self._score(token)
             yield from self._text(self._detokenizer.add(token))
             if self._detokenizer.stopped or len(self._output) >= limit:
                 self._reason = "stop" if self._detokenizer.stopped else "length"
@@ -257,6 +268,13 @@ class _Answer:
         if not self._output:
             self._usage = replace(self._usage, prefill_s=time.perf_counter() - self._started)
         return token
+
+    def _score(self, token: int) -> Iterator[Event]:
+        if self._sampling.top_logprobs is not None:
+            assert self._logits is not None, "the token was chosen from them"
+            score = score_token(self._logits, token, self._sampling.top_logprobs)
+            piece = self._tokenizer.piece
+            yield TokenScored(piece(token), score, tuple(piece(other) for other, _ in score.top))
 
     def _append(self, tokens: Sequence[int]) -> Iterator[Event]:
         self._logits, evicted = self._timeline.append(tokens, self._request.turn_starts)

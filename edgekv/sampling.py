@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from edgekv.errors import InvalidOption
 
 Float32 = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
+
+MAX_TOP_LOGPROBS = 20
+"""As OpenAI's interface has it."""
 
 _PARTIAL = 512
 _COLDEST = 1e-5  # below it, two float32 logits that differ at all differ by more than the temperature
@@ -40,6 +44,9 @@ class SamplingOptions:
     seed: int | None = about("Same seed, same text. Default: different every time.")
     max_new_tokens: int | None = about("Longest answer. Default: until the model stops or the cache has no room.")
     stop: tuple[str, ...] = about("Text that ends the answer (may be given several times).", default=())
+    json_schema: str | None = about("JSON schema that the answer must follow.")
+    grammar: str | None = about("Grammar that the answer must follow, in llguidance's Lark.")
+    top_logprobs: int | None = about("Report each token's log probability, and of this many alternatives.")
 
     def __post_init__(self) -> None:
         limits = {
@@ -49,11 +56,12 @@ class SamplingOptions:
             "min_p": (self.min_p, 0.0, 1.0),
             "repetition_penalty": (self.repetition_penalty, 0.01, 100.0),
             "penalty_window": (self.penalty_window, 0, 1 << 31),
+            "top_logprobs": (self.top_logprobs or 0, 0, MAX_TOP_LOGPROBS),
         }
         for name, (value, low, high) in limits.items():
             if not isinstance(value, int | float) or not low <= value <= high:
                 raise InvalidOption(f"{name} is {value}; it must be between {low} and {high}.")
-        for name in ("top_k", "penalty_window", "seed", "max_new_tokens"):
+        for name in ("top_k", "penalty_window", "seed", "max_new_tokens", "top_logprobs"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, int):
                 raise InvalidOption(f"{name} is {value!r}; it must be a whole number.")
@@ -65,13 +73,43 @@ class SamplingOptions:
             raise InvalidOption(f"max_new_tokens is {self.max_new_tokens}; at least one token must be allowed.")
         if isinstance(self.stop, str) or not all(self.stop):
             raise InvalidOption("stop must be a sequence of strings, none of them empty.")
+        if self.json_schema is not None and self.grammar is not None:
+            raise InvalidOption("An answer can follow a JSON schema or a grammar, not both: give one of them.")
+
+
+class Constraint(Protocol):
+    """What an answer must follow (text/grammar.py makes them)."""
+
+    def mask(self, logits: Float32) -> Float32:
+        """A copy of the logits [V] with -inf at the tokens that may not come next."""
+
+    def accept(self, token: int) -> None:
+        """This token has been chosen."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token's log probability in the model's own distribution, and those of the most likely tokens, in order."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def score_token(logits: Float32, token: int, top: int) -> TokenScore:
+    """Log probabilities by the logits [V] as the model gave them: before penalty, temperature and any constraint."""
+    shifted = logits.astype(np.float64) - logits.max()
+    logs = shifted - np.log(np.exp(shifted).sum())
+    best = np.argpartition(-logs, min(top, len(logs) - 1))[:top]
+    best = best[np.argsort(-logs[best], kind="stable")]
+    return TokenScore(token, float(logs[token]), tuple((int(number), float(logs[number])) for number in best))
 
 
 class Sampler:
     """Chooses tokens one after another with one random stream."""
 
-    def __init__(self, options: SamplingOptions) -> None:
-        self._options = options
+    def __init__(self, options: SamplingOptions, constraint: Constraint | None = None) -> None:
+        self._options, self._constraint = options, constraint
         self._random = np.random.default_rng(options.seed)
 
     def __call__(self, logits: Float32, recent: Sequence[int] = ()) -> int:
@@ -85,6 +123,14 @@ class Sampler:
         if options.repetition_penalty != 1.0:
             seen = recent[max(0, len(recent) - options.penalty_window) :]
             logits = _penalise(logits, seen, options.repetition_penalty)
+        if self._constraint is None:
+            return self._choose(logits)
+        token = self._choose(self._constraint.mask(logits))
+        self._constraint.accept(token)
+        return token
+
+    def _choose(self, logits: Float32) -> int:
+        options = self._options
         if options.temperature < _COLDEST:
             return int(np.argmax(logits))
         probabilities = softmax(logits / np.float32(options.temperature))

@@ -19,9 +19,10 @@ from edgekv.engines.base import Engine
 from edgekv.errors import InvalidOption
 from edgekv.generate import Event, Finished, Request, TextDelta, Timeline, answer
 from edgekv.sampling import SamplingOptions
+from edgekv.text.grammar import Grammars
 from edgekv.text.precheck import LengthReport, Overflow, check_lengths
 from edgekv.text.prompt import ChatFormat, Prompt
-from edgekv.text.template import Message
+from edgekv.text.template import Message, Tool
 from edgekv.text.tokenizer import Tokenizer
 
 Events = Generator[Event, None, None]
@@ -82,22 +83,27 @@ class Chat:
     ) -> None:
         self.timeline = Timeline(engine)
         self.tokenizer, self._format, self._add_bos = tokenizer, chat_format, add_bos
+        self._grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.spec.eos_ids)
         self._control_ids = frozenset(map(tokenizer.token_id, tokenizer.special_tokens))
         self._known = EncodedText()
         self._active: Events | None = None
 
-    def precheck(self, messages: Sequence[Message], sampling: SamplingOptions, overflow: Overflow) -> LengthReport:
+    def precheck(
+        self, messages: Sequence[Message], sampling: SamplingOptions, overflow: Overflow, tools: Sequence[Tool] = ()
+    ) -> LengthReport:
         """What these messages would do to the cache; nothing is run."""
-        return self._check(self._encode(self._render(messages)), sampling, overflow)
+        return self._check(self._encode(self._render(messages, tools)), sampling, overflow)
 
-    def stream(self, messages: Sequence[Message], sampling: SamplingOptions, overflow: Overflow) -> Events:
+    def stream(
+        self, messages: Sequence[Message], sampling: SamplingOptions, overflow: Overflow, tools: Sequence[Tool] = ()
+    ) -> Events:
         """Answer the messages; lengths are checked before this returns.
 
         Raises:
-            ContextOverflow: they do not fit. TemplateError: the template refuses them.
+            ContextOverflow: they do not fit. TemplateError: the template refuses them, or takes no tools.
         """
         self.stop()
-        return self._start(self._encode(self._render(messages)), sampling, overflow)
+        return self._start(self._encode(self._render(messages, tools)), sampling, overflow)
 
     def stream_text(self, text: str, sampling: SamplingOptions, overflow: Overflow) -> Events:
         """Continue plain text, without a template; BOS comes first if the model's tokenizer puts it there.
@@ -124,14 +130,15 @@ class Chat:
         self.timeline.reset()
         self._known = EncodedText()
 
-    def _render(self, messages: Sequence[Message]) -> Prompt:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
         if self._format is None:
             raise InvalidOption("This model has no chat template, so it cannot chat: use generate() to continue text.")
-        return self._format.prompt(messages)
+        return self._format.with_tools(tools).prompt(messages)
 
     def _start(self, prompt: EncodedPrompt, sampling: SamplingOptions, overflow: Overflow) -> Events:
         report = self._check(prompt, sampling, overflow).require()
-        self._active = self._run(prompt, self._request(prompt, report), sampling)
+        request = replace(self._request(prompt, report), constraint=self._grammars.constraint(sampling))
+        self._active = self._run(prompt, request, sampling)
         return self._active
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:

@@ -15,19 +15,22 @@ included. Templates that refuse the probes pin what comes before the first turn,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, takewhile
+from typing import Any, cast
 
 from edgekv.errors import TemplateError
-from edgekv.text.template import ChatTemplate, Message
+from edgekv.text.template import ChatTemplate, Message, Tool
 from edgekv.text.tokenizer import GuardedEncoding, Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles end up inside control tokens (`<|user|>`), so they are never free text."""
 
 _LEADING_ROLES = ("system", "developer")
+_WORD = re.compile(r"[A-Za-z0-9_.-]*")
 _USER, _ANSWER, _NEXT = "zqxfirstprobe", "zqxanswerprobe", "zqxsecondprobe"
 
 
@@ -54,6 +57,22 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
         self._seen = _Seen()
+        self._with_tools: tuple[Sequence[Tool], ChatFormat] = ((), self)
+
+    def with_tools(self, tools: Sequence[Tool]) -> ChatFormat:
+        """The same format, with tools that the model is told of; the last one asked for is kept.
+
+        Raises:
+            TemplateError: the template does not know what a tool is.
+        """
+        if not tools:
+            return self
+        if not self.template.takes_tools:
+            raise TemplateError("This model's chat template takes no tools: leave them out, or use another model.")
+        if self._with_tools[0] != tools:
+            guarded = self._guard(list(tools))
+            self._with_tools = (tools, ChatFormat(self.tokenizer, self.template.with_tools(guarded)))
+        return self._with_tools[1]
 
     def prompt(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> Prompt:
         """Render a conversation.
@@ -62,9 +81,7 @@ class ChatFormat:
             TemplateError: the template refuses the messages, leaves the system prompt out, or a role is unknown.
         """
         self._check(messages)
-        guarded = [
-            Message(role=message["role"], content=self.tokenizer.guard(message["content"])) for message in messages
-        ]
+        guarded = [self._guard_message(message) for message in messages]
         text = self.template.render(guarded, add_generation_prompt=add_generation_prompt)
         starts = self._turn_starts(guarded, text)
         pinned = self._pinned_chars(guarded, text)
@@ -79,12 +96,28 @@ class ChatFormat:
         """The ids of a prompt's text; BOS is among them exactly if the template wrote it (case C19)."""
         return self.tokenizer.encode_guarded(prompt_text)
 
+    def _guard_message(self, message: Message) -> Message:
+        guarded: Any = self._guard(message) | {"role": message["role"]}
+        guarded["content"] = self.tokenizer.guard(message["content"])
+        return cast(Message, guarded)
+
+    def _guard(self, value: Any) -> Any:
+        """The texts in a tool or a tool call, guarded. Single words are left alone: templates compare them ("string",
+        "function") and look them up, and none writes them between the halves of a control token."""
+        if isinstance(value, str):
+            return value if _WORD.fullmatch(value) else self.tokenizer.guard(value)
+        if isinstance(value, Mapping):
+            return {self._guard(key): self._guard(item) for key, item in value.items()}
+        return [self._guard(item) for item in value] if isinstance(value, list | tuple) else value
+
     def _check(self, messages: Sequence[Message]) -> None:
         if not messages:
             raise TemplateError("There are no messages: a prompt needs at least one.")
         unknown = sorted({message["role"] for message in messages} - set(ROLES))
         if unknown:
             raise TemplateError(f"The role {unknown[0]!r} is none of {', '.join(ROLES)}: name one of these.")
+        if any(message.get("tool_calls") for message in messages) and not self.template.takes_tools:
+            raise TemplateError("This model's chat template takes no tools, so no message can have tool calls.")
         dropped = self._dropped_roles.intersection(message["role"] for message in messages)
         if dropped:
             raise TemplateError(

@@ -6,9 +6,11 @@ are an error that quotes it (case C20). Nothing is merged or reordered to please
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from itertools import pairwise
-from typing import TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jinja2
 
@@ -18,10 +20,21 @@ from edgekv.units import format_bytes
 
 
 class Message(TypedDict):
-    """One turn of a conversation."""
+    """One turn of a conversation. The optional parts are those of a conversation with tools, named as OpenAI does; the
+    `arguments` in tool_calls are a mapping, which is what templates expect."""
 
     role: str
     content: str
+    tool_calls: NotRequired[Sequence[Mapping[str, Any]]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+Tool = Mapping[str, Any]
+"""As OpenAI describes one: {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}."""
+
+_PARTS = tuple(Message.__annotations__)
+_PROBE_TOOL = "zqxtoolprobe"
 
 
 class ChatTemplate:
@@ -32,7 +45,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
-        self.bos_token, self.eos_token = bos_token, eos_token
+        self.bos_token, self.eos_token, self.source = bos_token, eos_token, source
+        self._tools: tuple[Tool, ...] = ()
         self._sandbox = TemplateSandbox()
         try:
             self._template = self._sandbox.from_string(source)
@@ -41,6 +55,19 @@ class ChatTemplate:
                 f"The model's chat template is not valid Jinja (line {error.lineno}: {error.message}): "
                 "the checkpoint needs another one."
             ) from None
+
+    def with_tools(self, tools: Sequence[Tool]) -> ChatTemplate:
+        """The same template, given these tools whenever it runs."""
+        bound = copy(self)
+        bound._tools = tuple(tools)
+        return bound
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model about tools, found by trying."""
+        tool = {"type": "function", "function": {"name": _PROBE_TOOL, "description": "", "parameters": {}}}
+        text = self.with_tools([tool]).try_render([Message(role="user", content="Hello")])
+        return text is not None and _PROBE_TOOL in text
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The conversation as one text, control tokens and all, with the header of the answer if wanted.
@@ -68,12 +95,12 @@ class ChatTemplate:
             return None
 
     def _run(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        plain = [{part: value for part, value in message.items() if part in _PARTS} for message in messages]
         with self._sandbox.time_limit():
             stream = self._template.generate(
                 messages=plain,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=list(self._tools) or None,
                 documents=None,
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,

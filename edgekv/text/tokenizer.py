@@ -20,11 +20,13 @@ always read as text; no model known to us has one.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,22 @@ class Tokenizer:
     def is_text(self, token_id: int) -> bool:
         """Whether a token can contribute to `decode`: special, unknown and empty ones cannot."""
         return token_id not in self._silent and bool(self._backend.id_to_token(token_id))
+
+    def piece(self, token_id: int) -> str:
+        """What one token adds to a text: its own characters, a space at its beginning included; "" if it is silent."""
+        anchor = self._anchor
+        return self.decode([*anchor, token_id])[len(self.decode(anchor)) :]
+
+    def published(self) -> str:
+        """The tokenizer as JSON, without what this class has added to it."""
+        data = json.loads(self._backend.to_str())
+        data["added_tokens"] = [token for token in data["added_tokens"] if token["id"] not in self._slots.ids]
+        return json.dumps(data, ensure_ascii=False)
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        """A token for others to follow: decoders leave a space out at the beginning of a text."""
+        return self.encode("a")[-1:]
 
     def guard(self, content: str) -> str:
         """Make a content safe to put into a template: `unguard` gives it back, `encode_guarded` reads it as text."""

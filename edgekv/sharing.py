@@ -1,0 +1,158 @@
+"""One Chat for several threads: one answer at a time, and whoever asked first is answered first.
+
+A stream has the engine from the call that starts it until it has ended, been closed or been dropped. Meanwhile other
+threads that ask for something wait in line. The thread that loaded the model is the exception, as a person at a prompt
+expects: when it starts another answer, its own earlier one ends. (A pool's threads could not have that: there a thread
+starts one request's answer and others carry it on.)
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
+from typing import Any
+
+from edgekv.generate import Event
+from edgekv.sampling import SamplingOptions
+from edgekv.session import Chat, Events
+from edgekv.text.precheck import LengthReport, Overflow
+from edgekv.text.template import Message, Tool
+
+
+class Turn:
+    """A place in the line. `release` may be called from any thread and more than once."""
+
+    def __init__(self, line: Turns) -> None:
+        self._line = line
+        self.thread = threading.current_thread()
+        self.begun = threading.Event()
+
+    def release(self) -> None:
+        """Leave; the next in line begins."""
+        self._line.leave(self)
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class Turns:
+    """The line: the first in it has its turn."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a stream that is garbage leaves in whatever thread collects it, even this one
+        self._line: deque[Turn] = deque()
+
+    def take(self) -> Turn:
+        """Wait for a turn."""
+        turn = Turn(self)
+        with self._lock:
+            self._line.append(turn)
+            self._line[0].begun.set()
+        try:
+            turn.begun.wait()
+        except BaseException:  # Ctrl-C while waiting
+            turn.release()
+            raise
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        """What `Turn.release` does."""
+        with self._lock:
+            if turn in self._line:
+                self._line.remove(turn)
+            if self._line:
+                self._line[0].begun.set()
+
+
+class TurnEvents(Generator[Event, None, None]):
+    """A stream of events that has its turn until it ends."""
+
+    def __init__(self, events: Events, turn: Turn) -> None:
+        self._events, self._turn = events, turn
+        self.thread = turn.thread
+
+    def send(self, value: None) -> Event:
+        """The next event."""
+        try:
+            return self._events.send(value)
+        except BaseException:
+            self._turn.release()
+            raise
+
+    def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Event:
+        """Raise in the stream, which ends it."""
+        try:
+            return self._events.throw(kind if value is None else value)
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        """End the stream; what it gave out stays in the cache."""
+        try:
+            self._events.close()
+        finally:
+            self._turn.release()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class SharedChat(Chat):
+    """A Chat that several threads may use at once."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._turns, self._home = Turns(), threading.current_thread()
+        self._stream: Callable[[], TurnEvents | None] = lambda: None  # weak: one that is dropped ends
+
+    def precheck(
+        self, messages: Sequence[Message], sampling: SamplingOptions, overflow: Overflow, tools: Sequence[Tool] = ()
+    ) -> LengthReport:
+        """As `Chat.precheck`; between two events of this thread's own answer it does not wait."""
+        current = self._stream()
+        if current is not None and current.thread == threading.current_thread():
+            return super().precheck(messages, sampling, overflow, tools)
+        with self._turns.take():
+            return super().precheck(messages, sampling, overflow, tools)
+
+    def stream(
+        self, messages: Sequence[Message], sampling: SamplingOptions, overflow: Overflow, tools: Sequence[Tool] = ()
+    ) -> Events:
+        """As `Chat.stream`, when it is this thread's turn."""
+        return self._in_turn(lambda: super(SharedChat, self).stream(messages, sampling, overflow, tools))
+
+    def stream_text(self, text: str, sampling: SamplingOptions, overflow: Overflow) -> Events:
+        """As `Chat.stream_text`, when it is this thread's turn."""
+        return self._in_turn(lambda: super(SharedChat, self).stream_text(text, sampling, overflow))
+
+    def stop(self) -> None:
+        """End this thread's own answer, if it is the thread that loaded the model."""
+        current = self._stream()
+        if current is not None and current.thread == self._home == threading.current_thread():
+            current.close()
+
+    def exclusive(self) -> Turn:
+        """A turn for whatever changes the cache; a context manager."""
+        self.stop()
+        return self._turns.take()
+
+    def reset(self) -> None:
+        """Empty the cache, when it is this thread's turn."""
+        with self.exclusive():
+            super().reset()
+
+    def _in_turn(self, start: Callable[[], Events]) -> Events:
+        turn = self.exclusive()
+        try:
+            events = TurnEvents(start(), turn)
+        except BaseException:
+            turn.release()
+            raise
+        self._stream = weakref.ref(events)
+        return events
