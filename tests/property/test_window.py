@@ -6,6 +6,7 @@ moves. What must agree at every step is which tokens are there.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -51,6 +52,23 @@ def runs(draw: st.DrawFn) -> Run:
 @given(runs())
 def test_equals_lists(run: Run) -> None:
     """Thousands of tokens an example: after each, length, evicted and the tokens held are those of the list model."""
+    follow(run)
+
+
+@pytest.mark.slow
+def test_equals_lists_for_millions_of_tokens() -> None:
+    """The same over three million tokens of seeded random runs."""
+    chance, tokens = random.Random(0), 0
+    while tokens < 3_000_000:
+        capacity = chance.randint(2, 80)
+        stride = chance.randint(1, capacity)
+        gaps = [chance.randint(1, 2 * capacity) for _ in range(chance.randrange(60))]
+        steps = [chance.choice((-5, -1, 1, capacity, 3 * capacity)) for _ in range(chance.randint(1, 300))]
+        tokens += follow(Run(capacity, stride, chance.randint(0, capacity - stride), gaps, steps))
+
+
+def follow(run: Run) -> int:
+    """Run beside the list model; returns how many tokens arrived."""
     state = Window(run.capacity, run.stride, run.pinned)
     held: list[int] = []  # the list model
     slots: list[int] = []  # what the moves make of an array of slots
@@ -72,6 +90,7 @@ def test_equals_lists(run: Run) -> None:
             state, held, slots = state.append(1), [*held, arriving], [*slots, arriving]
             assert slots == held
             assert (state.length, state.length + state.evicted) == (len(held), arriving + 1)
+    return sum(step for step in run.steps if step > 0)
 
 
 @settings(max_examples=400, deadline=None)
