@@ -1,11 +1,7 @@
 """`edgekv convert`: a published checkpoint -> a model directory that the onnx engine runs.
 
-Faithful by default: what the publisher stored is what runs. Integers with integer zero points are kept as they are, and
-so are the codes of bitsandbytes; the rest of GGUF is held in 8 bits (weights/gguf.py). What the publisher of a
-quantised model left in float stays so: linear layers in float32, embedding and head as two 8-bit matrices that add up
-to the 16 bits. The weights of a float model must be rounded: 4-bit asymmetric in blocks of 32 unless asked otherwise,
-embedding and head in 8 bits always. `lossy="int4"` rounds everything to 4 bits, and says what that costs. One tensor is
-in memory at a time and the directory appears whole or not at all.
+How weights are held is decided in holding.py, faithful by default. One tensor is in memory at a time and the directory
+appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,13 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
-
-from edgekv.about import about
-from edgekv.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from edgekv.errors import InvalidOption
 from edgekv.files import atomic_directory, sha256_file
+from edgekv.holding import ConvertOptions, Holding, scheme_name
 from edgekv.model.converted import (
     DATA,
     GRAPH,
@@ -35,36 +28,11 @@ from edgekv.model.converted import (
     open_converted,
     write_description,
 )
-from edgekv.weights import BlockWeight, Bnb4Weight, Held, Matrix, SplitWeight, WeightSource, open_source
-from edgekv.weights.base import Float32, TokenizerFiles
-from edgekv.weights.quantize import quantize_blocks, split_blocks
-
-GROUPS = (32, 64, 128)
-WHOLE = ("embed", "head")
-"""The matrices that are never held in 4 bits unless the publisher did."""
+from edgekv.units import format_bytes
+from edgekv.weights import Held, WeightSource, open_source
+from edgekv.weights.base import Form, TokenizerFiles, form_of
 
 Progress = Callable[[str, int, int], None]  # what was done, parts done, parts in all
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """How weights that cannot be kept as integers are held.
-
-    Raises:
-        InvalidOption: a value is out of range.
-    """
-
-    bits: int = about("Bits of rounded weights, 4 or 8 (float sources).", default=4)
-    group: int = about("Columns that share a scale: 32, 64 or 128 (float sources).", default=32)
-    lossy: Literal["", "int4"] = about("int4 rounds what would need 8 bits to 4, at a loss.", default="")
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise InvalidOption(f"Weights of {self.bits} bits cannot be made: choose 4 or 8.")
-        if self.group not in GROUPS:
-            raise InvalidOption(f"Blocks of {self.group} cannot be made: choose {', '.join(map(str, GROUPS))}.")
-        if self.lossy not in ("", "int4"):
-            raise InvalidOption(f"Unknown lossy scheme {self.lossy!r}: the only one is int4.")
 
 
 @dataclass(frozen=True)
@@ -76,6 +44,14 @@ class ConvertReport:
     peak_rss_bytes: int
     max_weight_error: float  # largest relative error of a rounded layer; 0 when all integers were kept
 
+    def __str__(self) -> str:
+        """What came out and what it took, for people."""
+        made = self.model.description
+        return (
+            f"{made.source_scheme} held as {made.scheme}, {format_bytes(made.weight_bytes)}; "
+            f"{self.seconds:.1f} s, peak memory {format_bytes(self.peak_rss_bytes)}"
+        )
+
 
 def convert(
     source_path: Path,
@@ -86,12 +62,14 @@ def convert(
     sampling: dict[str, float] | None = None,
     system: str = "",
     progress: Progress = lambda what, done, total: None,
+    sha256: Callable[[Path], str] = sha256_file,
 ) -> ConvertReport:
     """Convert a GGUF file or a folder of safetensors.
 
     Args:
         source_path: what to read. out: the directory to make; an earlier model directory there is replaced.
         name, sampling, system: written into the description, for the chat's defaults.
+        sha256: gives a file's hash; a caller that knows some saves reading them again.
 
     Raises:
         ModelNotFound, BadCheckpoint, UnsupportedModel: the source cannot be used.
@@ -111,7 +89,7 @@ def convert(
         _write_text_files(texts, folder)
         _write_graph(source, holder, folder, progress)
         size = (folder / DATA).stat().st_size
-        description = _describe(source, holder, texts, size)
+        description = _describe(source, holder, texts, size, _source_hash(source, sha256))
         described = replace(description, name=name or out.name, sampling=sampling or {}, system=system)
         write_description(folder, described)
     return ConvertReport(open_converted(out), time.perf_counter() - started, peak_rss_bytes(), holder.max_error)
@@ -129,95 +107,23 @@ def peak_rss_bytes() -> int:
 
 
 class _Holder:
-    """Decides how each matrix is held, and keeps the largest rounding error."""
+    """Gives each matrix as it is held, and keeps the forms and the largest rounding error."""
 
     def __init__(self, source: WeightSource, options: ConvertOptions) -> None:
-        self._source, self._options = source, options
+        self._source, self._rules = source, Holding(source.quantised, options)
         self.max_error = 0.0
-        self._kinds: set[str] = set()
+        self._forms: set[Form] = set()
 
     @property
     def scheme(self) -> str:
-        """How everything is held: "int4/32, int8/32" are bits / block; "int8+8" is a sum of two."""
-        return ", ".join(sorted(self._kinds)) + (" requantised" if self._options.lossy else "")
+        """See `scheme_name`."""
+        return scheme_name(self._forms, self._rules.options)
 
     def __call__(self, name: str) -> Held:
-        weight = self._source.matrix(name)
-        if not np.isfinite(_factors(weight)).all():
-            raise BadCheckpoint(f"The weights of {name} hold numbers that are not finite: download the model again.")
-        held = self._hold(name, weight)
-        self._kinds.add(_kind(held))
+        held, error = self._rules.hold(name, self._source.matrix(name))
+        self._forms.add(form_of(held))
+        self.max_error = max(self.max_error, error)
         return held
-
-    def _hold(self, name: str, weight: Matrix) -> Held:
-        lossy = bool(self._options.lossy)
-        if isinstance(weight, BlockWeight) and (weight.bits == 4 or name in WHOLE or not lossy):
-            return _in_operator_blocks(name, weight)
-        if isinstance(weight, Bnb4Weight) and not lossy:
-            return weight
-        if isinstance(weight, np.ndarray):
-            return self._hold_floats(name, weight)
-        return self._round(name, weight.dequantize())
-
-    def _hold_floats(self, name: str, values: Float32) -> Held:
-        if not self._source.quantised or self._options.lossy:
-            return self._round(name, values)
-        if name not in WHOLE:
-            return values
-        _check_blocks(name, values, 32)
-        return split_blocks(values, group=32)
-
-    def _round(self, name: str, values: Float32) -> BlockWeight:
-        whole = name in WHOLE
-        bits = 8 if whole else 4 if self._options.lossy else self._options.bits
-        group = 32 if whole else self._options.group
-        _check_blocks(name, values, group)
-        held = quantize_blocks(values, bits=bits, group=group)
-        self.max_error = max(self.max_error, _relative_error(values, held))
-        return held
-
-
-def _check_blocks(name: str, values: Float32, group: int) -> None:
-    if values.shape[1] % group:
-        raise UnsupportedModel(
-            f"{name} has {values.shape[1]} columns, which blocks of {group} do not divide: use --group 32."
-        )
-
-
-def _in_operator_blocks(name: str, weight: BlockWeight) -> BlockWeight:
-    """The same numbers in blocks that MatMulNBits takes: one group of 1536 columns becomes six equal blocks of 256."""
-    group = weight.operator_group
-    if group is None:
-        raise UnsupportedModel(
-            f"{name} has {weight.shape[1]} columns in groups of {weight.group}, which no block of 16 to 256 divides."
-        )
-    return weight.to_group(group)
-
-
-def _factors(held: Held) -> Float32:
-    """The numbers that are finite if all weights are."""
-    if isinstance(held, BlockWeight):
-        return held.scales
-    if isinstance(held, SplitWeight):
-        return held.low.scales
-    return held.absmax if isinstance(held, Bnb4Weight) else held
-
-
-def _kind(held: Held) -> str:
-    if isinstance(held, BlockWeight):
-        return f"int{held.bits}/{held.group}"
-    if isinstance(held, SplitWeight):
-        return f"int8+8/{held.high.group}"
-    return f"{held.kind}/{held.block}" if isinstance(held, Bnb4Weight) else "float32"
-
-
-def _relative_error(values: Float32, held: BlockWeight) -> float:
-    """Root mean square of the rounding over that of the weights, on a sample of the rows."""
-    step = max(1, len(held.codes) // 256)
-    rows = np.arange(0, len(held.codes), step)
-    reference = values[rows]
-    difference = reference - held.take_rows(rows).dequantize()
-    return float(np.linalg.norm(difference) / max(float(np.linalg.norm(reference)), 1e-30))
 
 
 def _write_text_files(texts: TokenizerFiles, folder: Path) -> None:
@@ -240,13 +146,15 @@ def _write_graph(source: WeightSource, holder: _Holder, folder: Path, progress: 
             onnx.save(model, folder / GRAPH)
 
 
-def _describe(source: WeightSource, holder: _Holder, texts: TokenizerFiles, size: int) -> Description:
+def _describe(
+    source: WeightSource, holder: _Holder, texts: TokenizerFiles, size: int, source_sha256: str
+) -> Description:
     return Description(
         name="",
         spec=source.spec,
         source_scheme=source.scheme,
         scheme=holder.scheme,
-        source_sha256=_source_hash(source),
+        source_sha256=source_sha256,
         weight_bytes=size,
         bos_token=texts.bos_token,
         eos_token=texts.eos_token,
@@ -254,7 +162,7 @@ def _describe(source: WeightSource, holder: _Holder, texts: TokenizerFiles, size
     )
 
 
-def _source_hash(source: WeightSource) -> str:
+def _source_hash(source: WeightSource, sha256: Callable[[Path], str]) -> str:
     """One file: its SHA-256. Several: the SHA-256 of theirs, in order of name."""
-    hashes = [sha256_file(Path(file)) for file in source.files]
+    hashes = [sha256(Path(file)) for file in source.files]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()

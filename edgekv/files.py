@@ -1,12 +1,14 @@
 """Writing files so that nothing half-written is ever found, and saying plainly when the disk will not have them.
 
 Everything is written beside its destination under a hidden temporary name, flushed to the disk, and renamed into place
-at the end; the rename is atomic on one file system. A failure or a Ctrl-C removes the temporary.
+at the end; the rename is atomic on one file system. A failure or a Ctrl-C removes the temporary; what a killed process
+left is removed by `remove_leftovers`, under the lock that shows that nobody is writing.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import shutil
@@ -70,6 +72,43 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             _replace_directory(part, path)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def exclusive(lock: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Keep other processes out while the block runs; `waiting` is called once if another one is in.
+
+    The system frees the lock of a process that ends in any way, so nobody waits for the dead.
+
+    Raises:
+        StorageError: the lock file cannot be made.
+    """
+    import filelock
+
+    held = filelock.FileLock(lock)
+    with _storage_errors(lock):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            held.acquire(timeout=0)
+        except filelock.Timeout:
+            waiting()
+            held.acquire()
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporaries of `path` that a killed process left. The caller holds the lock of all who write it."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        if left.suffix in (".part", ".old"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 def sha256_file(path: Path, progress: Callable[[int], None] = lambda done: None) -> str:

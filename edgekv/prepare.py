@@ -5,34 +5,43 @@
     a GGUF file or a folder of safetensors     converted into the cache folder
 
 Everything lies under one home folder (`EDGEKV_HOME`, --home, or the user's cache folder): `sources/` as published,
-`models/` as converted. A converted directory carries the hash of what it was made from; a source that has changed is
-converted again.
+`models/` as converted, `known/` what was converted to what (identity.py), `locks/`. A source whose content has changed
+is converted again, and its earlier conversion removed. Of several processes that want the same model one makes it, and
+the others wait for it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.convert import convert
 from edgekv.errors import ModelNotFound, ScalesError
-from edgekv.files import atomic_file
+from edgekv.files import atomic_file, exclusive, folder_size, remove_leftovers
+from edgekv.identity import Record, content_key, records
 from edgekv.kv.scales import KVScales, read_scales, scales_name
 from edgekv.kv.spec import Granularity, KVDtype
 from edgekv.model import catalog
 from edgekv.model.converted import ConvertedModel, is_converted, open_converted
 from edgekv.model.pull import pull
+from edgekv.units import format_bytes
+from edgekv.weights import open_source
 
 Progress = Callable[[str, int, int | None], None]
 
 
-def _silent(stage: str, done: int, total: int | None) -> None:
-    """Progress that nobody watches."""
+@dataclass(frozen=True)
+class Watch:
+    """Who is told what happens: how far a stage is, and a sentence when something was made, removed or waited for."""
+
+    progress: Progress = lambda stage, done, total: None
+    tell: Callable[[str], None] = lambda sentence: None
 
 
-def prepare(target: str, *, home: Path, progress: Progress = _silent) -> ConvertedModel:
+def prepare(target: str, *, home: Path, watch: Watch = Watch()) -> ConvertedModel:
     """The model directory for what a user named, made if need be.
 
     Raises:
@@ -42,9 +51,9 @@ def prepare(target: str, *, home: Path, progress: Progress = _silent) -> Convert
     if is_converted(path):
         return open_converted(path)
     if target.startswith("hf:") or target in catalog.names():
-        return _prepare_pulled(target, home, progress)
+        return _prepare_pulled(target, home, watch)
     if path.exists():
-        return _prepare_source(path, home, progress)
+        return _prepare_source(path, home, watch)
     known = ", ".join(catalog.names())
     raise ModelNotFound(f"{target!r} is neither a file or folder here nor a known model: the known ones are {known}.")
 
@@ -64,23 +73,36 @@ def find_scales(
     return scales
 
 
-def _prepare_pulled(target: str, home: Path, progress: Progress) -> ConvertedModel:
+def _prepare_pulled(target: str, home: Path, watch: Watch) -> ConvertedModel:
     entry = catalog.entry(target) if target in catalog.names() else None
     folder = home / "models" / target.removeprefix("hf:").replace("/", "--")
-    if is_converted(folder):
-        return _with_shipped_scales(open_converted(folder), entry)
-    source = pull(target, home=home, progress=progress)
-    if entry is None:
-        return convert(source, folder, name=folder.name, progress=progress).model
-    sampling = dict(vars(entry.sampling))
-    model = convert(source, folder, name=entry.name, sampling=sampling, system=entry.system, progress=progress).model
-    return _with_shipped_scales(model, entry)
+    if not is_converted(folder):
+        with _making(folder, home, watch) as missing:
+            if missing:
+                _pull_and_convert(target, entry, folder, home, watch)
+    model = open_converted(folder)
+    return model if entry is None else _with_scales_of(model, entry.folder)
 
 
-def _with_shipped_scales(model: ConvertedModel, entry: catalog.CatalogEntry | None) -> ConvertedModel:
-    """Copy the scales that the project ships for this model, where the folder has none and they fit it."""
-    shipped = [] if entry is None else sorted(entry.folder.glob("kv_scales*.safetensors"))
-    for path in shipped:
+def _pull_and_convert(target: str, entry: catalog.CatalogEntry | None, folder: Path, home: Path, watch: Watch) -> None:
+    source = pull(target, home=home, progress=watch.progress)
+    sampling, system = ({}, "") if entry is None else (dict(vars(entry.sampling)), entry.system)
+    report = convert(source, folder, name=folder.name, sampling=sampling, system=system, progress=watch.progress)
+    watch.tell(f"{folder.name}: {report}")
+
+
+@contextmanager
+def _making(folder: Path, home: Path, watch: Watch) -> Iterator[bool]:
+    """Keep others from making a model directory meanwhile; gives whether it is still to be made."""
+    told = f"Another edgekv process is making {folder.name}: waiting for it."
+    with exclusive(home / "locks" / f"{folder.name}.lock", lambda: watch.tell(told)):
+        remove_leftovers(folder)
+        yield not is_converted(folder)
+
+
+def _with_scales_of(model: ConvertedModel, folder: Path) -> ConvertedModel:
+    """Copy the scales that lie in a folder, where the model has none and they fit it."""
+    for path in sorted(folder.glob("kv_scales*.safetensors")):
         if not (model.folder / path.name).exists() and _fits(path, model):
             with atomic_file(model.folder / path.name) as part:
                 shutil.copyfile(path, part)
@@ -97,15 +119,38 @@ def _fits(path: Path, model: ConvertedModel) -> bool:
     return True
 
 
-def _prepare_source(path: Path, home: Path, progress: Progress) -> ConvertedModel:
-    folder = home / "models" / f"{path.resolve().stem}-{_identity(path)}"
-    if is_converted(folder):
-        return open_converted(folder)
-    return convert(path, folder, name=path.resolve().stem, progress=progress).model
+def _prepare_source(path: Path, home: Path, watch: Watch) -> ConvertedModel:
+    record = Record.of(path, home)
+    before = home / "models" / record.conversion
+    if record.conversion and is_converted(before) and record.is_current(path):
+        return open_converted(before)
+    weights = [Path(file) for file in open_source(path).files]
+    key = content_key(path, weights, record, watch.progress)
+    folder = next((home / "models").glob(f"*-{key}"), home / "models" / f"{path.resolve().stem}-{key}")
+    with _making(folder, home, watch) as missing:
+        if missing:
+            _convert_source(path, folder, record, watch)
+    model = open_converted(folder)
+    if record.conversion not in ("", folder.name):
+        _replace_conversion(before, model, record, home, watch)
+    record.write(path, folder.name, home)
+    return model
 
 
-def _identity(path: Path) -> str:
-    """Changes when a file of the source does: a hash of names, sizes and times."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    return hashlib.sha256(repr((str(path.resolve()), states)).encode()).hexdigest()[:12]
+def _convert_source(path: Path, folder: Path, record: Record, watch: Watch) -> None:
+    def sha256(file: Path) -> str:
+        return record.sha256(file, watch.progress)
+
+    name = path.resolve().stem
+    watch.tell(f"{name}: {convert(path, folder, name=name, progress=watch.progress, sha256=sha256)}")
+
+
+def _replace_conversion(before: Path, model: ConvertedModel, record: Record, home: Path, watch: Watch) -> None:
+    """Remove what was made of a source's earlier content, unless another source still has that; keep fitting scales."""
+    others = [other for other in records(home) if other.path != record.path]
+    if not is_converted(before) or any(other.conversion == before.name for other in others):
+        return
+    _with_scales_of(model, before)
+    size = format_bytes(folder_size(before))
+    shutil.rmtree(before, ignore_errors=True)
+    watch.tell(f"{record.path} has changed: its earlier conversion was removed ({size}).")

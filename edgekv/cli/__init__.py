@@ -21,7 +21,7 @@ COMMANDS = {
     "calibrate": "Measure the KV cache's scales.",
     "scales": "Take KV scales to another runtime, or bring theirs.",
     "plan": "Show what a model takes in memory, before loading it.",
-    "info": "Show what a model directory holds.",
+    "info": "Show what a model or a checkpoint is and how it runs.",
     "eval": "Fidelity of the cache: perplexity, KL divergence, needles.",
     "bench": "Measure speed against this machine's ceiling.",
 }

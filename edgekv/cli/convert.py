@@ -9,8 +9,7 @@ import click
 
 from edgekv.cli import render
 from edgekv.cli.options import given, options_of
-from edgekv.convert import ConvertOptions
-from edgekv.units import format_bytes
+from edgekv.holding import ConvertOptions
 
 
 @click.command
@@ -27,11 +26,7 @@ def command(source: Path, out: Path, **values: Any) -> None:
     options = ConvertOptions(**given(ConvertOptions, values))
     with render.progress_bar() as report:
         done = convert(source, out, options, progress=report)
-    description = done.model.description
-    render.say(
-        f"{out}: {description.source_scheme} held as {description.scheme}, {format_bytes(description.weight_bytes)}; "
-        f"{done.seconds:.1f} s, peak memory {format_bytes(done.peak_rss_bytes)}",
-    )
+    render.say(f"{out}: {done}")
     if options.lossy:
         from edgekv.api import open_engine
         from edgekv.lossy import measured_loss

@@ -1,7 +1,9 @@
-"""`edgekv info`."""
+"""`edgekv info`: what is known of a model, from metadata alone. A checkpoint is told about before it is converted."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -12,57 +14,150 @@ from edgekv.kv.scales import KVScales, read_scales
 from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 from edgekv.model import catalog
 from edgekv.model.converted import TEMPLATE, ConvertedModel, is_converted, open_converted
+from edgekv.model.spec import ModelSpec
 from edgekv.units import format_bytes
+from edgekv.weights.base import Form, Stored
+
+Rows = list[list[str]]
 
 
 @click.command
 @click.argument("model", required=False)
 @click.option("--home", type=click.Path(path_type=Path), help="Cache folder. Default: EDGEKV_HOME, or the user's.")
 def command(model: str | None, home: Path | None) -> None:
-    """Show what MODEL is and how it runs; without MODEL, list what is known and what is ready."""
+    """Show what MODEL is and how it runs; without MODEL, list what is known and what is ready.
+
+    MODEL is a catalog name, a model directory, a GGUF file or a folder of safetensors; nothing is converted.
+    """
     folder = catalog.home(home)
     if model is None:
-        _list_models(folder / "models")
+        _list_models(folder)
         return
     path = folder / "models" / model if model in catalog.names() else Path(model).expanduser()
-    _describe(open_converted(path))
+    rows = _converted_rows(open_converted(path)) if _is_ours(path, model) else _source_rows(path, folder)
+    render.table("", ["", ""], rows)
 
 
-def _list_models(models: Path) -> None:
+def _is_ours(path: Path, model: str) -> bool:
+    return model in catalog.names() or is_converted(path)
+
+
+def _list_models(home: Path) -> None:
+    from edgekv.identity import records
+
+    models = home / "models"
     ready = {path.name for path in models.iterdir() if is_converted(path)} if models.is_dir() else set()
     rows = [
         [name, "ready" if name in ready else "run `edgekv chat` or `edgekv pull`", catalog.entry(name).title]
         for name in catalog.names()
     ]
-    rows += [[name, "ready", ""] for name in sorted(ready - set(catalog.names()))]
+    sources = {record.conversion: record for record in records(home)}
+    for name in sorted(ready - set(catalog.names())):
+        record = sources.get(name)
+        rows.append([name, "ready", f"made of {record.path} ({record.state()})" if record else ""])
     render.table("", ["model", "state", "what"], rows)
 
 
-def _describe(model: ConvertedModel) -> None:
-    description, spec = model.description, model.spec
+def _spec_rows(spec: ModelSpec) -> Rows:
     rope = spec.rope.kind if spec.rope.kind == "default" else f"{spec.rope.kind} x{spec.rope.factor:g}"
-    rows = [
-        ["name", description.name],
+    return [
         ["family", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}"],
-        ["attention", f"{spec.num_heads} query / {spec.num_kv_heads} key-value heads of {spec.head_dim}"],
+        ["heads", f"{spec.num_heads} query / {spec.num_kv_heads} key-value heads of {spec.head_dim}"],
         ["RoPE", f"{rope}, theta {spec.rope.theta:g}"],
         ["context", f"{spec.max_context} tokens"],
+        ["windows", "none: every layer sees the whole context"],
+        ["output head", "the embedding (tied)" if spec.tied_embeddings else "its own"],
+        ["end of text", ", ".join(map(str, spec.eos_ids)) or "none"],
+    ]
+
+
+def _converted_rows(model: ConvertedModel) -> Rows:
+    description = model.description
+    return [
+        ["name", description.name],
+        *_spec_rows(model.spec),
         ["published as", description.source_scheme],
         ["held as", f"{description.scheme} (bits/block), {format_bytes(description.weight_bytes)}"],
-        ["chat template", "yes" if (model.folder / TEMPLATE).exists() else "none: generate() only"],
-        ["end of text", ", ".join(map(str, spec.eos_ids)) or "none"],
+        ["chat template", _template_line((model.folder / TEMPLATE).exists())],
         ["fingerprint", model.fingerprint],
-        ["attention", _attention_line(model)],
+        ["attention", _attention_line(model.spec)],
         *[["KV scales", _scales_line(path, model)] for path in sorted(model.folder.glob("kv_scales*.safetensors"))],
     ]
-    render.table("", ["", ""], rows)
 
 
-def _attention_line(model: ConvertedModel) -> str:
+def _source_rows(path: Path, home: Path) -> Rows:
+    """A checkpoint as it was published, what edgekv will make of it, and what it has made already."""
+    from edgekv.holding import ConvertOptions, Holding, scheme_name
+    from edgekv.identity import Record
+    from edgekv.weights import open_source
+
+    source, options = open_source(path), ConvertOptions()
+    matrices = list(Holding(source.quantised, options).forms(source))
+    held = scheme_name({form for _, _, form in matrices}, options)
+    size = sum(form.bytes_of(stored.shape) for _, stored, form in matrices)
+    floats = [name for name, stored, _ in matrices if stored.is_float]
+    rows = [
+        ["name", path.resolve().stem],
+        *_spec_rows(source.spec),
+        ["format", source.scheme],
+        *map(list, source.facts),
+        *([["left in float", _grouped(floats)]] if source.quantised else []),
+        ["chat template", _template_line(source.has_template)],
+        ["held as", f"{held} (bits/block), about {format_bytes(size)}"],
+        *[["", line] for line in _holding_lines(matrices)],
+        ["attention", _attention_line(source.spec)],
+    ]
+    record = Record.of(path, home)
+    made = home / "models" / record.conversion
+    ready = bool(record.conversion) and is_converted(made) and record.is_current(path)
+    state = f"converted: {made}" if ready else "not converted yet: the first `edgekv chat` on it does that"
+    return [*rows, ["state", state]]
+
+
+_OPERATORS = {
+    "int sum": "two 8-bit matrices that add up to 16 bits, by MatMulNBits",
+    "float": "float32, by MatMul",
+    "nf4": "the same codes, by MatMulBnb4 (slow on a CPU)",
+    "fp4": "the same codes, by MatMulBnb4 (slow on a CPU)",
+}
+"""What becomes of a matrix, and what multiplies by it."""
+
+
+def _holding_lines(matrices: Iterable[tuple[str, Stored, Form]]) -> list[str]:
+    """How many matrices of each kind there are, and what edgekv makes of them."""
+    counts = Counter((stored.label, stored.form, stored.exact, form) for _, stored, form in matrices)
+    return [
+        f"{count} of {label} -> {form}: {_OPERATORS.get(form.kind) or _integers_line(read, exact, form)}"
+        for (label, read, exact, form), count in counts.most_common()
+    ]
+
+
+def _integers_line(read: Form, exact: bool, form: Form) -> str:
+    if read.kind == "float":
+        return f"rounded to {form.bits} bits, by MatMulNBits"
+    kept = "the same integers" if exact else f"{form.bits} bits, since fewer would not hold it faithfully"
+    return f"{kept}, by MatMulNBits"
+
+
+def _grouped(names: Iterable[str]) -> str:
+    """Names of matrices by part: "embed, head, k (all layers), down (layers 0, 3)"."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layer, _, part = name.rpartition(".")
+        layers.setdefault(part, []).extend([layer] if layer else [])
+    told = [part if not found else f"{part} of layers {', '.join(found)}" for part, found in layers.items()]
+    return ", ".join(told) or "none"
+
+
+def _template_line(exists: bool) -> str:
+    return "yes" if exists else "none: generate() only"
+
+
+def _attention_line(spec: ModelSpec) -> str:
     """Which operator an INT8 cache runs on here, and why."""
     from edgekv.engines.onnx import native
 
-    reason = native.refusal(model.spec, KVSpec(MIN_CAPACITY), "cpu")
+    reason = native.refusal(spec, KVSpec(MIN_CAPACITY), "cpu")
     return f"edgekv's own operator, {native.instruction_set()}" if reason is None else f"ONNX Runtime's: {reason}"
 
 

@@ -32,10 +32,10 @@ def ready_runtime(target: str, options: LoadOptions) -> Runtime:
 
 def ready_model(target: str, options: LoadOptions) -> ConvertedModel:
     """Pull and convert if need be."""
-    from edgekv.prepare import prepare
+    from edgekv.prepare import Watch, prepare
 
     with render.progress_bar() as report:
-        return prepare(target, home=home_of(options), progress=report)
+        return prepare(target, home=home_of(options), watch=Watch(report, render.note))
 
 
 def ready_scales(

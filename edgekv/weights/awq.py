@@ -16,8 +16,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.weights.base import BlockWeight, Codes
-from edgekv.weights.scheme import QuantConfig, choice, flag, group_name, group_size, unpack, without_midpoints
+from edgekv.weights.base import BlockWeight, Codes, Form
+from edgekv.weights.scheme import (
+    Blocks,
+    QuantConfig,
+    choice,
+    flag,
+    grid_facts,
+    group_name,
+    group_size,
+    unpack,
+    without_midpoints,
+)
 from edgekv.weights.tensors import TensorFiles
 
 _NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -42,24 +52,31 @@ class AWQ:
         """See LinearScheme."""
         return f"int4/{group_name(self.group)} (AWQ{'' if self.zero_point else ', symmetric'})"
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """See LinearScheme."""
+        return grid_facts(self.group, symmetric=not self.zero_point)
+
+    def form(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> Form:
+        """See LinearScheme."""
+        return Blocks.of(shape, self.group).form
+
     def holds(self, tensors: TensorFiles, module: str) -> bool:
         """See LinearScheme."""
         return f"{module}.qweight" in tensors
 
     def read(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> BlockWeight:
         """See LinearScheme."""
-        rows, columns = shape
-        group = columns if self.group == -1 else self.group
-        groups = -(-columns // group)
-        codes = _columns(tensors.raw(f"{module}.qweight", ("I32",), (columns, rows // 8)))
-        scales = tensors.finite(f"{module}.scales", (groups, rows)).T
-        return BlockWeight(codes, np.ascontiguousarray(scales), self._zeros(tensors, module, groups, rows), 4, group)
+        blocks = Blocks.of(shape, self.group)
+        codes = _columns(tensors.raw(f"{module}.qweight", ("I32",), (blocks.columns, blocks.rows // 8)))
+        scales = blocks.column_scales(tensors, module)
+        return BlockWeight(codes, scales, self._zeros(tensors, module, blocks), 4, blocks.size)
 
-    def _zeros(self, tensors: TensorFiles, module: str, groups: int, rows: int) -> Codes | None:
+    def _zeros(self, tensors: TensorFiles, module: str, blocks: Blocks) -> Codes | None:
         name = f"{module}.qzeros"
         if not self.zero_point and name not in tensors:
             return None
-        words = tensors.raw(name, ("I32",), (groups, rows // 8))
+        words = tensors.raw(name, ("I32",), (blocks.count, blocks.rows // 8))
         if not self.zero_point and not words.any():
             return None
         return without_midpoints(_columns(words))

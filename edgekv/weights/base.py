@@ -26,6 +26,9 @@ Order = npt.NDArray[np.intp]
 OPERATOR_GROUPS = (16, 32, 64, 128, 256)
 """Block sizes that MatMulNBits takes."""
 
+MATRIX_PARTS = ("q", "k", "v", "o", "gate", "up", "down")
+"""The matrices of a layer."""
+
 Bnb4Kind = Literal["nf4", "fp4"]
 BNB_TABLES: dict[str, tuple[float, ...]] = {
     "nf4": (
@@ -38,6 +41,54 @@ BNB_TABLES: dict[str, tuple[float, ...]] = {
     ),
 }  # fmt: skip
 """Code -> number between -1 and 1: the quantiles of a normal distribution, and a float of two exponent bits."""
+
+
+FormKind = Literal["int", "int sum", "nf4", "fp4", "float"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the numbers of a matrix are, known from metadata alone."""
+
+    kind: FormKind
+    bits: int = 32
+    group: int = 0  # columns that share a scale; of nf4 and fp4: weights
+
+    def __str__(self) -> str:
+        """ "int4/32", "int8+8/32", "nf4/64", "float32"."""
+        names = {"int": f"int{self.bits}/{self.group}", "int sum": f"int8+8/{self.group}", "float": "float32"}
+        return names.get(self.kind, f"{self.kind}/{self.group}")
+
+    def bytes_of(self, shape: tuple[int, int]) -> int:
+        """What a matrix takes, zero points included."""
+        rows, columns = shape
+        if self.kind == "float":
+            return 4 * rows * columns
+        blocks = rows * columns // self.group
+        if self.kind == "int":
+            return rows * columns * self.bits // 8 + blocks * 4 + blocks * self.bits // 8
+        return 2 * (rows * columns + 5 * blocks) if self.kind == "int sum" else rows * columns // 2 + 4 * blocks
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a matrix lies in the checkpoint."""
+
+    label: str  # for people: "Q4_K", "int4/128", "bfloat16"
+    shape: tuple[int, int]
+    form: Form  # in which it is read
+    exact: bool = True  # whether the form holds the very numbers
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it was not quantised."""
+        return self.form.kind == "float"
+
+
+def operator_group(columns: int, group: int) -> int | None:
+    """The largest block size of MatMulNBits that divides both; None if there is none."""
+    common = math.gcd(columns, group)
+    return max((size for size in OPERATOR_GROUPS if common % size == 0), default=None)
 
 
 @dataclass(frozen=True)
@@ -98,12 +149,6 @@ class BlockWeight:
         zeros = None if self.zeros is None else self.zeros[:, parents]
         return replace(self, scales=self.scales[:, parents], zeros=zeros, group=group)
 
-    @property
-    def operator_group(self) -> int | None:
-        """The largest block size of MatMulNBits that divides both `group` and K; None if there is none."""
-        common = math.gcd(self.codes.shape[1], self.group)
-        return max((group for group in OPERATOR_GROUPS if common % group == 0), default=None)
-
 
 @dataclass(frozen=True)
 class Bnb4Weight:
@@ -150,6 +195,21 @@ Held = Matrix | SplitWeight
 """How a matrix may be held in the graph."""
 
 
+def form_of(weight: Held) -> Form:
+    """The form of a matrix that is there."""
+    if isinstance(weight, BlockWeight):
+        return Form("int", weight.bits, weight.group)
+    if isinstance(weight, SplitWeight):
+        return Form("int sum", 16, weight.high.group)
+    return Form(weight.kind, 4, weight.block) if isinstance(weight, Bnb4Weight) else Form("float")
+
+
+def matrix_names(spec: ModelSpec) -> list[str]:
+    """The names of all matrices of a model, the embedding first."""
+    layers = [f"{layer}.{part}" for layer in range(spec.num_layers) for part in MATRIX_PARTS]
+    return ["embed", *layers, *["head"] * (not spec.tied_embeddings)]
+
+
 def stack_rows(parts: list[BlockWeight]) -> BlockWeight:
     """One matrix from several with the same input, e.g. Q, K and V packed; exact, in the widest codes of them.
 
@@ -192,7 +252,8 @@ class TokenizerFiles:
 
 
 class WeightSource(Protocol):
-    """A published checkpoint, read one tensor at a time.
+    """A published checkpoint, read one tensor at a time. All numbers that it gives are finite: one that is not is
+    refused with the names of its file and tensor.
 
     Tensor names: embed, norm, head, and for layer i `i.attn_norm i.q i.k i.v i.o i.ffn_norm i.gate i.up i.down`; biases
     are `i.q.bias` and so on. Rows of q and k are in the half-split RoPE order that transformers uses.
@@ -212,6 +273,13 @@ class WeightSource(Protocol):
     def quantised(self) -> bool:
         """Whether the publisher quantised the model; a layer that is float nevertheless is then meant to be."""
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What else was recognised of the format, for people: ("zero points", "symmetric: all 8")."""
+
+    def stored(self, name: str) -> Stored:
+        """How the matrix `name` lies in the files, from metadata alone."""
+
     def matrix(self, name: str) -> Matrix:
         """A linear layer's weight [out, in]: integers if the publisher stored integers, else float32."""
 
@@ -219,3 +287,6 @@ class WeightSource(Protocol):
         """A norm's weight or a bias."""
 
     def tokenizer(self) -> TokenizerFiles: ...
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template; `tokenizer` reads it."""

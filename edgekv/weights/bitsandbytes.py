@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
-from edgekv.weights.base import BNB_TABLES, Bnb4Kind, Bnb4Weight, Codes, Float32
+from edgekv.weights.base import BNB_TABLES, Bnb4Kind, Bnb4Weight, Codes, Float32, Form
 from edgekv.weights.scheme import QuantConfig, choice, flag
 from edgekv.weights.tensors import TensorFiles
 
@@ -48,6 +48,16 @@ class BitsAndBytes:
     def title(self) -> str:
         """See LinearScheme."""
         return f"{self.kind} (bitsandbytes{', double quantisation' * self.double})"
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """See LinearScheme."""
+        return [("table", self.kind), ("double quantisation", "yes" if self.double else "no")]
+
+    def form(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> Form:
+        """See LinearScheme."""
+        state = _State.read(tensors, module, shape)
+        return Form(state.kind, 4, state.block)
 
     def holds(self, tensors: TensorFiles, module: str) -> bool:
         """See LinearScheme."""

@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
-from edgekv.weights.base import BlockWeight, Codes
+from edgekv.weights.base import BlockWeight, Codes, Form
 from edgekv.weights.scheme import (
+    Blocks,
     QuantConfig,
     choice,
     flag,
+    grid_facts,
     group_name,
     group_order,
     group_size,
@@ -91,6 +93,15 @@ class CompressedTensors:
         kinds = [f"int4/{group_name(g.group)}{'' if g.symmetric else ' asymmetric'}" for g in self.groups]
         return f"{', '.join(dict.fromkeys(kinds))} (compressed-tensors)"
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """See LinearScheme."""
+        return [fact for entry in self.groups for fact in grid_facts(entry.group, symmetric=entry.symmetric)]
+
+    def form(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> Form:
+        """See LinearScheme."""
+        return Blocks.of(shape, self._group_of(tensors, module).group).form
+
     def holds(self, tensors: TensorFiles, module: str) -> bool:
         """See LinearScheme."""
         return f"{module}.weight_packed" in tensors
@@ -99,16 +110,15 @@ class CompressedTensors:
         """See LinearScheme."""
         rows, columns = shape
         how = self._group_of(tensors, module)
-        group = columns if how.group == -1 else how.group
-        blocks = -(-columns // group)
+        blocks = Blocks.of(shape, how.group)
         _check_shape(tensors, f"{module}.weight_shape", shape)
         codes = unpack(tensors.raw(f"{module}.weight_packed", ("I32",), (rows, -(-columns // 8))))[:, :columns]
-        scales = tensors.finite(f"{module}.weight_scale", (rows, blocks))
-        zeros = None if how.symmetric else _zeros(tensors, f"{module}.weight_zero_point", rows, blocks)
+        scales = tensors.finite(f"{module}.weight_scale", (rows, blocks.count))
+        zeros = None if how.symmetric else _zeros(tensors, f"{module}.weight_zero_point", rows, blocks.count)
         name = f"{module}.weight_g_idx"
-        order = group_order(tensors, name, columns, group) if name in tensors else None
+        order = group_order(tensors, name, blocks) if name in tensors else None
         ordered = np.ascontiguousarray(codes if order is None else codes[:, order])
-        return BlockWeight(ordered, scales, zeros, bits=4, group=group, order=order)
+        return BlockWeight(ordered, scales, zeros, bits=4, group=blocks.size, order=order)
 
     def _group_of(self, tensors: TensorFiles, module: str) -> PackedGroup:
         for group in sorted(self.groups, key=lambda group: "Linear" in group.targets):  # the particular before all

@@ -18,7 +18,7 @@ import numpy as np
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.spec import ModelSpec, RopeSpec
-from edgekv.weights.base import BlockWeight, Codes, Float32, Matrix, TokenizerFiles
+from edgekv.weights.base import BlockWeight, Codes, Float32, Form, Matrix, Stored, TokenizerFiles, matrix_names
 from edgekv.weights.quantize import hold_affine, quantize_blocks
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
@@ -61,10 +61,26 @@ class GGUFSource:
         """Whether any matrix is stored in blocks."""
         return any(len(tensor.shape) > 1 and tensor.tensor_type.name not in _FLOATS for tensor in self._reader.tensors)
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """See WeightSource."""
+        kinds = Counter(self.stored(name).label for name in matrix_names(self.spec))
+        counts = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
+        return [("architecture", self._field("general.architecture", str)), ("matrices", counts)]
+
+    def stored(self, name: str) -> Stored:
+        """See WeightSource."""
+        tensor = self._tensor(_gguf_name(name))
+        rows, columns = (int(size) for size in reversed(tensor.shape))
+        kind = tensor.tensor_type.name
+        form = Form("float") if kind in _FLOATS else _FORMS.get(kind, Form("int", 8, 32))
+        return Stored(kind, (rows, columns), form, exact=kind in (*_FLOATS, *_FORMS))
+
     def matrix(self, name: str) -> Matrix:
         """A weight [out, in] as stored, or as close as integers can hold it."""
         tensor = self._tensor(_gguf_name(name))
         weight = _read_matrix(tensor)
+        self._require_finite(tensor, weight.scales if isinstance(weight, BlockWeight) else weight)
         if self._interleaved and name.endswith((".q", ".k")):
             order = self._half_split(self._heads(name))
             return weight.take_rows(order) if isinstance(weight, BlockWeight) else weight[order]
@@ -73,7 +89,9 @@ class GGUFSource:
     def vector(self, name: str) -> Float32:
         """A norm's weight or a bias, in float32."""
         base = name.removesuffix(".bias")
-        values = _to_float(self._tensor(_gguf_name(base), "weight" if name == base else "bias"))
+        tensor = self._tensor(_gguf_name(base), "weight" if name == base else "bias")
+        values = _to_float(tensor)
+        self._require_finite(tensor, values)
         if self._interleaved and name.endswith((".q.bias", ".k.bias")):
             return np.asarray(values[self._half_split(self._heads(base))])
         return values
@@ -103,6 +121,11 @@ class GGUFSource:
             eos_token="" if ids["eos"] is None else tokens[ids["eos"]],
             add_bos=ids["bos"] is not None and self._field("tokenizer.ggml.add_bos_token", bool, kind == "llama"),
         )
+
+    @property
+    def has_template(self) -> bool:
+        """See WeightSource."""
+        return "tokenizer.chat_template" in self._reader.fields
 
     def _field(self, key: str, kind: type, *default: Any) -> Any:
         """A value of the metadata, of the type it has to have. A number that has to be a float may be whole."""
@@ -234,6 +257,12 @@ class GGUFSource:
         if found != shape:
             raise BadCheckpoint(
                 f"{self.path.name}: {name}.{suffix} is {list(found)}, but the metadata says {list(shape)}."
+            )
+
+    def _require_finite(self, tensor: Any, factors: Float32) -> None:
+        if not np.isfinite(factors).all():
+            raise BadCheckpoint(
+                f"{self.path.name}: {tensor.name} holds numbers that are not finite: download the model again."
             )
 
     def _tensor(self, name: str, suffix: str = "weight") -> Any:
@@ -389,6 +418,11 @@ def _q6_k(data: Codes, columns: int) -> BlockWeight:
     scales = blocks[..., 192:208].view(np.int8).astype(np.float32) * _half(blocks[..., 208:210])[..., None]
     return BlockWeight(codes, scales.reshape(len(data), -1), None, 8, 16)
 
+
+_FORMS = {
+    "Q4_0": Form("int", 4, 32), "Q5_0": Form("int", 8, 32), "Q8_0": Form("int", 8, 32), "Q6_K": Form("int", 8, 16),
+}  # fmt: skip
+"""The form of the types whose integers are kept; all others are held in 8 bits in blocks of 32."""
 
 _READERS = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,

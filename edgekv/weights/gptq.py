@@ -19,11 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgekv.errors import BadCheckpoint
-from edgekv.weights.base import BlockWeight, Codes, Order
+from edgekv.weights.base import BlockWeight, Codes, Form, Order
 from edgekv.weights.scheme import (
+    Blocks,
     QuantConfig,
     choice,
     flag,
+    grid_facts,
     group_name,
     group_order,
     group_size,
@@ -63,38 +65,44 @@ class GPTQ:
         words = ["GPTQ" if self.version == 1 else "GPTQ v2", "symmetric" if self.symmetric else "asymmetric"]
         return f"int4/{group_name(self.group)} ({', '.join(words + ['act-order'] * self.act_order)})"
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """See LinearScheme."""
+        return grid_facts(self.group, symmetric=self.symmetric, act_order=self.act_order)
+
+    def form(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> Form:
+        """See LinearScheme."""
+        return Blocks.of(shape, self.group).form
+
     def holds(self, tensors: TensorFiles, module: str) -> bool:
         """See LinearScheme."""
         return f"{module}.qweight" in tensors
 
     def read(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> BlockWeight:
         """See LinearScheme."""
-        rows, columns = shape
-        group = columns if self.group == -1 else self.group
-        groups = -(-columns // group)
-        words = tensors.raw(f"{module}.qweight", ("I32",), (columns // 8, rows))
-        scales = np.ascontiguousarray(tensors.finite(f"{module}.scales", (groups, rows)).T)
-        order = self._order(tensors, module, columns, group)
+        blocks = Blocks.of(shape, self.group)
+        words = tensors.raw(f"{module}.qweight", ("I32",), (blocks.columns // 8, blocks.rows))
+        order = self._order(tensors, module, blocks)
         codes = unpack(words.T)  # [N, K]
         return BlockWeight(
             codes if order is None else np.ascontiguousarray(codes[:, order]),
-            scales,
-            self._zeros(tensors, module, groups, rows),
+            blocks.column_scales(tensors, module),
+            self._zeros(tensors, module, blocks),
             bits=4,
-            group=group,
+            group=blocks.size,
             order=order,
         )
 
-    def _zeros(self, tensors: TensorFiles, module: str, groups: int, rows: int) -> Codes | None:
-        words = tensors.raw(f"{module}.qzeros", ("I32",), (groups, -(-rows // 8))).view(np.uint32)
+    def _zeros(self, tensors: TensorFiles, module: str, blocks: Blocks) -> Codes | None:
+        words = tensors.raw(f"{module}.qzeros", ("I32",), (blocks.count, -(-blocks.rows // 8))).view(np.uint32)
         if self.version == 1:
             words = words + _ONE_IN_EACH_NIBBLE
-        return without_midpoints(np.ascontiguousarray(unpack(words)[:, :rows].T))
+        return without_midpoints(np.ascontiguousarray(unpack(words)[:, : blocks.rows].T))
 
-    def _order(self, tensors: TensorFiles, module: str, columns: int, group: int) -> Order | None:
+    def _order(self, tensors: TensorFiles, module: str, blocks: Blocks) -> Order | None:
         name = f"{module}.g_idx"
         if name in tensors:
-            return group_order(tensors, name, columns, group)
+            return group_order(tensors, name, blocks)
         if self.act_order:
             raise BadCheckpoint(f"{tensors.folder} has no tensor {name}, without which act-order cannot be undone.")
         return None

@@ -17,7 +17,7 @@ from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.families import spec_from_config
 from edgekv.model.spec import ModelSpec
 from edgekv.weights.awq import AWQ
-from edgekv.weights.base import Float32, Matrix, TokenizerFiles
+from edgekv.weights.base import Float32, Form, Matrix, Stored, TokenizerFiles
 from edgekv.weights.bitsandbytes import BitsAndBytes
 from edgekv.weights.compressed_tensors import CompressedTensors
 from edgekv.weights.gptq import GPTQ
@@ -73,22 +73,42 @@ class SafetensorsSource:
         """Whether the config names a quantisation."""
         return self._linear is not None
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """See WeightSource."""
+        return [] if self._linear is None else self._linear.facts
+
+    def stored(self, name: str) -> Stored:
+        """See WeightSource."""
+        module, shape, quantised = self._place(name)
+        if quantised is not None:
+            form = quantised.form(self._tensors, module, shape)
+            return Stored(str(form), shape, form)
+        kind = self._tensors.dtype(f"{module}.weight")
+        return Stored(FLOAT_NAMES.get(kind, kind), shape, Form("float"))
+
     def matrix(self, name: str) -> Matrix:
         """A weight [out, in]: the publisher's integers, or float32."""
+        module, shape, quantised = self._place(name)
+        self._refuse_bias(name, module)
+        if quantised is not None:
+            return quantised.read(self._tensors, module, shape)
+        return self._tensors.finite(f"{module}.weight", shape)
+
+    def _place(self, name: str) -> tuple[str, tuple[int, int], LinearScheme | None]:
+        """The module that stores a matrix, its shape, and its format unless it is in floats."""
         module = _hub_name(name).removesuffix(".weight")
         if name == "embed" and self.spec.tied_embeddings and f"{module}.weight" not in self._tensors:
             module = _TOP_NAMES["head"]  # some writers keep the shared tensor under its other name
-        self._refuse_bias(name, module)
         rows, columns = self._expected_shape(f"{module}.weight")
-        if self._linear is not None and self._linear.holds(self._tensors, module):
-            return self._linear.read(self._tensors, module, (rows, columns))
-        return self._tensors.floats(f"{module}.weight", (rows, columns))
+        quantised = self._linear is not None and self._linear.holds(self._tensors, module)
+        return module, (rows, columns), self._linear if quantised else None
 
     def vector(self, name: str) -> Float32:
         """A norm's weight or a bias, in float32."""
         base = name.removesuffix(".bias")
         tensor = _hub_name(base, "weight" if base == name else "bias")
-        return self._tensors.floats(tensor, self._expected_shape(tensor))
+        return self._tensors.finite(tensor, self._expected_shape(tensor))
 
     def tokenizer(self) -> TokenizerFiles:
         """tokenizer.json as it lies in the folder, with the template and special tokens of tokenizer_config.json."""
@@ -98,16 +118,24 @@ class SafetensorsSource:
                 f"{self.folder} has no tokenizer.json: copy the model's tokenizer files beside its weights."
             )
         config = self._json("tokenizer_config.json", optional=True)
-        template_file = self.folder / "chat_template.jinja"
-        template = _text(template_file) if template_file.exists() else config.get("chat_template")
         text, bos = _text(path), _token_text(config.get("bos_token"))
         return TokenizerFiles(
             tokenizer_json=text,
-            chat_template=_default_template(template),
+            chat_template=self._template(config),
             bos_token=bos,
             eos_token=_token_text(config.get("eos_token")),
             add_bos=_adds_bos(path, text, bos),
         )
+
+    @property
+    def has_template(self) -> bool:
+        """See WeightSource."""
+        return self._template(self._json("tokenizer_config.json", optional=True)) is not None
+
+    def _template(self, config: dict[str, Any]) -> str | None:
+        """The template in a file of its own, else the one in tokenizer_config.json."""
+        file = self.folder / "chat_template.jinja"
+        return _default_template(_text(file) if file.exists() else config.get("chat_template"))
 
     def _json(self, name: str, *, optional: bool = False) -> dict[str, Any]:
         path = self.folder / name

@@ -8,13 +8,14 @@ tensors that are there, never from lists of modules in the config: the two disag
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
-from edgekv.weights.base import BlockWeight, Bnb4Weight, Codes, Order
+from edgekv.weights.base import BlockWeight, Bnb4Weight, Codes, Float32, Form, Order
 from edgekv.weights.tensors import TensorFiles
 
 QuantConfig = Mapping[str, Any]
@@ -26,6 +27,13 @@ class LinearScheme(Protocol):
     @property
     def title(self) -> str:
         """For people: "int4/128 (GPTQ, act-order)"."""
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The parameters one by one, for people: ("group size", "128")."""
+
+    def form(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> Form:
+        """What `read` will give, from metadata alone."""
 
     def holds(self, tensors: TensorFiles, module: str) -> bool:
         """Whether the layer `module` ("model.layers.0.mlp.down_proj") is stored in this format."""
@@ -69,6 +77,43 @@ def group_name(group: int) -> str:
     return "channel" if group == -1 else str(group)
 
 
+def grid_facts(group: int, *, symmetric: bool, act_order: bool | None = None) -> list[tuple[str, str]]:
+    """What people ask of an integer format; `act_order` None: the format has none."""
+    facts = [
+        ("group size", "a whole row (channel)" if group == -1 else str(group)),
+        ("zero points", "none stored (symmetric: all 8)" if symmetric else "stored (asymmetric)"),
+    ]
+    return facts if act_order is None else [*facts, ("act-order", "yes" if act_order else "no")]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the columns of one layer [N, K] are divided; a group size of -1 is one group."""
+
+    rows: int
+    columns: int
+    size: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], group: int) -> Blocks:
+        """Of a layer and the checkpoint's group size."""
+        return cls(*shape, shape[1] if group == -1 else group)
+
+    @property
+    def count(self) -> int:
+        """Groups of a row; the last may be short."""
+        return -(-self.columns // self.size)
+
+    @property
+    def form(self) -> Form:
+        """Four bits in groups of this size."""
+        return Form("int", 4, self.size)
+
+    def column_scales(self, tensors: TensorFiles, module: str) -> Float32:
+        """The `scales` [K/g, N] of GPTQ and AWQ as [N, K/g], all finite."""
+        return np.ascontiguousarray(tensors.finite(f"{module}.scales", (self.count, self.rows)).T)
+
+
 def unpack(words: npt.NDArray[Any]) -> Codes:
     """[..., W] 32-bit words -> [..., 8 W] codes, the lowest four bits of each word first."""
     raw = np.ascontiguousarray(words).view(np.uint8)  # [..., 4 W], little-endian
@@ -77,20 +122,21 @@ def unpack(words: npt.NDArray[Any]) -> Codes:
     return codes
 
 
-def group_order(tensors: TensorFiles, name: str, columns: int, group: int) -> Order | None:
+def group_order(tensors: TensorFiles, name: str, blocks: Blocks) -> Order | None:
     """The order of input columns that puts each group of an act-order layer side by side; None if they lie so.
 
     `name` is the tensor that gives the group of each column. All columns in one group, where there should be several,
     means that nobody filled the tensor in (case C24): the groups then lie side by side.
     """
-    groups = tensors.raw(name, ("I32", "I64"), (columns,))
-    in_turn = np.arange(columns) // group
+    groups = tensors.raw(name, ("I32", "I64"), (blocks.columns,))
+    in_turn = np.arange(blocks.columns) // blocks.size
     if (groups == in_turn).all() or (groups == groups[0]).all():
         return None
     order = np.argsort(groups, kind="stable")
     if not (groups[order] == in_turn).all():
         raise BadCheckpoint(
-            f"{tensors.place(name)} does not divide {columns} columns into groups of {group}: download it again."
+            f"{tensors.place(name)} does not divide {blocks.columns} columns into groups of {blocks.size}: "
+            "download it again."
         )
     return order
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from edgekv.errors import BadCheckpoint, ModelNotFound, ScalesError
 from edgekv.kv.scales import DEFAULT_NAME, KVScales, Provenance, scales_name, write_scales
 from edgekv.model import catalog
 from edgekv.model.converted import ConvertedModel
-from edgekv.prepare import find_scales, prepare
+from edgekv.prepare import Watch, find_scales, prepare
 
 Calls = list[Path]
 
@@ -71,27 +75,171 @@ def test_a_source_is_converted_once(source: Path, tmp_path: Path, conversions: C
     assert os.listdir(home / "models") == [first.folder.name]
 
 
-def test_a_changed_source_is_converted_again(source: Path, tmp_path: Path, conversions: Calls) -> None:
-    """Another size, another time, another file: each leads to a new conversion with its own fingerprint or folder."""
-    home, folders = tmp_path / "home", set()
-    config = json.loads((source / "config.json").read_text())
-    folders.add(prepare(str(source), home=home).folder)
-    (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
-    changed = prepare(str(source), home=home)
-    assert changed.spec.rms_eps == 1e-4
-    folders.add(changed.folder)
-    os.utime(source / "model.safetensors", ns=(1, 1))
-    folders.add(prepare(str(source), home=home).folder)
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
-    folders.add(prepare(str(source), home=home).folder)
-    assert len(folders) == len(conversions) == 4
-
-
-def test_two_sources_of_one_name(source: Path, tmp_path: Path) -> None:
-    """Folders of the same name in different places do not share a model."""
-    other = Path(shutil.copytree(source, tmp_path / "elsewhere" / "tiny"))
+def test_a_touched_source_is_not(source: Path, tmp_path: Path, conversions: Calls) -> None:
+    """Times, a file that no conversion reads, the folder's place: the content is the same, and so is the model."""
     home = tmp_path / "home"
-    assert prepare(str(source), home=home).folder != prepare(str(other), home=home).folder
+    first = prepare(str(source), home=home)
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    (source / "README.md").write_text("notes")
+    assert prepare(str(source), home=home).folder == first.folder
+    moved = source.rename(tmp_path / "moved")
+    assert prepare(str(moved), home=home).folder == first.folder
+    assert len(conversions) == 1
+
+
+def change_config(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+
+
+def change_generation(source: Path) -> None:
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+
+
+def change_template(source: Path) -> None:
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+
+def change_weights_in_secret(source: Path) -> None:
+    """One byte of the last tensor; size and times are as they were."""
+    path = source / "model.safetensors"
+    before, raw = path.stat(), bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize(
+    "change", [change_config, change_generation, change_template, change_weights_in_secret], ids=lambda c: c.__name__
+)
+def test_a_changed_source_is_converted_again(
+    source: Path, tmp_path: Path, conversions: Calls, change: Callable[[Path], None]
+) -> None:
+    """Any change of content makes a new conversion; the one that no source has any more is removed, and that is told.
+    Changing it back converts again."""
+    home, told = tmp_path / "home", []
+    first = prepare(str(source), home=home)
+    shutil.copytree(source, tmp_path / "before")
+    change(source)
+    second = prepare(str(source), home=home, watch=Watch(tell=told.append))
+    assert second.folder != first.folder
+    assert os.listdir(home / "models") == [second.folder.name]
+    assert any("earlier conversion was removed" in line for line in told)
+    assert prepare(str(source), home=home).folder == second.folder
+    assert prepare(str(tmp_path / "before"), home=home).folder.name == f"before-{first.folder.name[5:]}"
+    assert len(conversions) == 3
+
+
+def test_a_conversion_that_another_source_uses_stays(source: Path, tmp_path: Path, conversions: Calls) -> None:
+    """Two copies share one conversion; when one of them changes, the other keeps it."""
+    other, home = Path(shutil.copytree(source, tmp_path / "elsewhere" / "tiny")), tmp_path / "home"
+    first = prepare(str(source), home=home)
+    assert prepare(str(other), home=home).folder == first.folder
+    assert len(conversions) == 1
+    change_config(source)
+    assert prepare(str(source), home=home).folder != first.folder
+    assert prepare(str(other), home=home).folder == first.folder
+    assert len(conversions) == 2
+
+
+def test_scales_survive_a_change_that_leaves_the_numbers(source: Path, tmp_path: Path) -> None:
+    """A new template is a new conversion with the same fingerprint: measured scales are kept. Other weights: not."""
+    home = tmp_path / "home"
+    first = prepare(str(source), home=home)
+    write_scales(first.folder / DEFAULT_NAME, scales_for(first))
+    change_template(source)
+    second = prepare(str(source), home=home)
+    assert second.folder != first.folder
+    assert (second.folder / DEFAULT_NAME).exists()
+    change_weights_in_secret(source)
+    assert not (prepare(str(source), home=home).folder / DEFAULT_NAME).exists()
+
+
+def test_an_unchanged_source_is_not_read(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later uses start at once: nothing is hashed, not even a header is opened."""
+    home = tmp_path / "home"
+    first = prepare(str(source), home=home)
+    for name in ("open_source", "content_key", "exclusive"):
+        monkeypatch.setattr(module, name, lambda *a, **b: pytest.fail("read again"))
+    assert prepare(str(source), home=home).folder == first.folder
+
+
+def test_only_changed_files_are_hashed(source: Path, tmp_path: Path) -> None:
+    """A new template costs the hash of the template."""
+    home, stages = tmp_path / "home", set()
+    prepare(str(source), home=home)
+    change_template(source)
+    prepare(str(source), home=home, watch=Watch(progress=lambda stage, done, total: stages.add(stage)))
+    assert {stage for stage in stages if stage.startswith("reading")} == {"reading chat_template.jinja"}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"path": 3}', '{"path": "x", "states": []}'])
+def test_a_damaged_record_is_as_none(source: Path, tmp_path: Path, content: str, conversions: Calls) -> None:
+    """The conversion is found again by its content."""
+    home = tmp_path / "home"
+    first = prepare(str(source), home=home)
+    (record,) = (home / "known").iterdir()
+    record.write_text(content)
+    assert prepare(str(source), home=home).folder == first.folder
+    assert len(conversions) == 1
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+PREPARE = """
+import sys, time
+from pathlib import Path
+from edgekv import prepare as module
+watch = module.Watch(lambda stage, done, total: time.sleep(float(sys.argv[3]) * stage.startswith("layer")),
+                     lambda sentence: print(sentence, flush=True))
+print("model", module.prepare(sys.argv[1], home=Path(sys.argv[2]), watch=watch).folder, flush=True)
+"""
+
+
+def start(source: Path, home: Path, delay: float) -> subprocess.Popen[str]:
+    """A process that prepares, and waits so long at each layer."""
+    command = [sys.executable, "-c", PREPARE, str(source), str(home), str(delay)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(pattern: str, folder: Path) -> None:
+    """Until a file appears."""
+    for _ in range(600):
+        if list(folder.glob(pattern)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {pattern} in {folder}")
+
+
+def test_a_second_process_waits_for_the_first(source: Path, tmp_path: Path) -> None:
+    """Two at once: one converts, the other says that it waits and then takes the same model."""
+    home = tmp_path / "home"
+    first = start(source, home, 1.5)
+    wait_for("models/.tiny-*.part/model.onnx.data", home)
+    second = start(source, home, 0)
+    lines = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
+    assert lines[0][-1] == lines[1][-1]
+    assert lines[0][-1].startswith(f"model {home}")
+    assert "held as int4/32, int8/32" in lines[0][0]
+    assert lines[1][0].startswith("Another edgekv process is making tiny-")
+    assert len(lines[1]) == 2
+
+
+def test_a_killed_process_blocks_nobody(source: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a conversion, with another process waiting: that one converts, and clears away what the
+    first one left."""
+    home = tmp_path / "home"
+    first = start(source, home, 60)
+    wait_for("models/.tiny-*.part/model.onnx.data", home)
+    second = start(source, home, 0)
+    assert second.stdout is not None
+    assert second.stdout.readline().startswith("Another edgekv process")
+    first.kill()
+    first.communicate(timeout=60)
+    lines = second.communicate(timeout=60)[0].splitlines()
+    assert lines[-1].startswith("model ")
+    assert [name for name in os.listdir(home / "models") if name.startswith(".")] == []
 
 
 def test_a_model_directory_is_used_where_it_is(tiny_models: TinyModels, tmp_path: Path, conversions: Calls) -> None:
@@ -108,10 +256,11 @@ def test_an_interrupted_conversion_is_made_again(source: Path, tmp_path: Path, c
     home = tmp_path / "home"
 
     def interrupt(stage: str, done: int, total: int | None) -> None:
-        raise KeyboardInterrupt
+        if stage.startswith("layer"):
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(str(source), home=home, progress=interrupt)
+        prepare(str(source), home=home, watch=Watch(progress=interrupt))
     assert os.listdir(home / "models") == []
     assert prepare(str(source), home=home).spec.num_layers == 1
     assert len(conversions) == 2

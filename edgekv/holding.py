@@ -1,0 +1,123 @@
+"""How each matrix of a checkpoint is held: decided from its form alone, before anything is read.
+
+    the publisher stored                      held as
+    4-bit integers with integer zero points   the same, in blocks that MatMulNBits takes
+    other GGUF blocks                         8 bits, as exactly as those can (weights/gguf.py)
+    the codes of bitsandbytes                 the same
+    a float model                             rounded: `bits` in blocks of `group`; embedding and head in 8 bits
+    floats in a quantised model               float32; embedding and head as two 8-bit matrices that add up to 16 bits
+
+`lossy` rounds to 4 bits whatever has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from edgekv.about import about
+from edgekv.errors import InvalidOption, UnsupportedModel
+from edgekv.weights import BlockWeight, Held, Matrix, WeightSource
+from edgekv.weights.base import Float32, Form, Stored, form_of, matrix_names, operator_group
+from edgekv.weights.quantize import quantize_blocks, split_blocks
+
+GROUPS = (32, 64, 128)
+WHOLE = ("embed", "head")
+"""The matrices that are never held in 4 bits unless the publisher did."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How weights that cannot be kept as integers are held.
+
+    Raises:
+        InvalidOption: a value is out of range.
+    """
+
+    bits: int = about("Bits of rounded weights, 4 or 8 (float sources).", default=4)
+    group: int = about("Columns that share a scale: 32, 64 or 128 (float sources).", default=32)
+    lossy: Literal["", "int4"] = about("int4 rounds what would need 8 bits to 4, at a loss.", default="")
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise InvalidOption(f"Weights of {self.bits} bits cannot be made: choose 4 or 8.")
+        if self.group not in GROUPS:
+            raise InvalidOption(f"Blocks of {self.group} cannot be made: choose {', '.join(map(str, GROUPS))}.")
+        if self.lossy not in ("", "int4"):
+            raise InvalidOption(f"Unknown lossy scheme {self.lossy!r}: the only one is int4.")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The rules for one checkpoint. `quantised`: its publisher quantised it, and meant what is float to be so."""
+
+    quantised: bool
+    options: ConvertOptions
+
+    def form(self, name: str, columns: int, form: Form) -> Form:
+        """The form in which a matrix [N, `columns`] that is read in `form` will be held.
+
+        Raises:
+            UnsupportedModel: no block of the operators divides its columns.
+        """
+        lossy, whole = bool(self.options.lossy), name in WHOLE
+        if form.kind == "int" and (form.bits == 4 or whole or not lossy):
+            return Form("int", form.bits, _operator_blocks(name, columns, form.group))
+        if form.kind in ("nf4", "fp4") and not lossy:
+            return form
+        if form.kind == "float" and self.quantised and not lossy:
+            return Form("int sum", 16, _blocks(name, columns, 32)) if whole else form
+        bits = 8 if whole else 4 if lossy else self.options.bits
+        return Form("int", bits, _blocks(name, columns, 32 if whole else self.options.group))
+
+    def forms(self, source: WeightSource) -> Iterator[tuple[str, Stored, Form]]:
+        """Every matrix: its name, how it is stored, and how it will be held. Reads no weights."""
+        for name in matrix_names(source.spec):
+            stored = source.stored(name)
+            yield name, stored, self.form(name, stored.shape[1], stored.form)
+
+    def hold(self, name: str, weight: Matrix) -> tuple[Held, float]:
+        """A matrix as it is held, and the relative error of its rounding (0: it was kept)."""
+        wanted = self.form(name, weight.shape[1], form_of(weight))
+        if isinstance(weight, BlockWeight) and wanted.bits == weight.bits:
+            return weight.to_group(wanted.group), 0.0
+        if wanted == form_of(weight):
+            return weight, 0.0
+        values = weight if isinstance(weight, np.ndarray) else weight.dequantize()
+        if wanted.kind == "int sum":
+            return split_blocks(values, group=wanted.group), 0.0
+        held = quantize_blocks(values, bits=wanted.bits, group=wanted.group)
+        return held, _relative_error(values, held)
+
+
+def scheme_name(forms: set[Form], options: ConvertOptions) -> str:
+    """How everything is held: "int4/32, int8/32" are bits / block; "int8+8" is a sum of two."""
+    return ", ".join(sorted(map(str, forms))) + (" requantised" if options.lossy else "")
+
+
+def _blocks(name: str, columns: int, group: int) -> int:
+    if columns % group:
+        raise UnsupportedModel(f"{name} has {columns} columns, which blocks of {group} do not divide: use --group 32.")
+    return group
+
+
+def _operator_blocks(name: str, columns: int, group: int) -> int:
+    """One group of 1536 columns becomes six equal blocks of 256."""
+    size = operator_group(columns, group)
+    if size is None:
+        raise UnsupportedModel(
+            f"{name} has {columns} columns in groups of {group}, which no block of 16 to 256 divides."
+        )
+    return size
+
+
+def _relative_error(values: Float32, held: BlockWeight) -> float:
+    """Root mean square of the rounding over that of the weights, on a sample of the rows."""
+    step = max(1, len(held.codes) // 256)
+    rows = np.arange(0, len(held.codes), step)
+    reference = values[rows]
+    difference = reference - held.take_rows(rows).dequantize()
+    return float(np.linalg.norm(difference) / max(float(np.linalg.norm(reference)), 1e-30))
