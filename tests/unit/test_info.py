@@ -18,6 +18,12 @@ from edgekv.prepare import prepare
 from edgekv.weights import open_source
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal on which no line is folded."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+
 def info(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, list[str]]:
     """The rows of the table: first cell -> the second ones, in order."""
     assert run(["info", *map(str, arguments)]) == 0
@@ -97,11 +103,11 @@ def test_a_converted_source(capsys: pytest.CaptureFixture[str], tiny_models: Tin
 @pytest.mark.parametrize("name", [path.name for path in sorted(DATA.iterdir())])
 @pytest.mark.parametrize("lossy", ["", "int4"])
 def test_what_is_told_is_what_is_done(name: str, lossy: str, tmp_path: Path) -> None:
-    """The forms and the size that follow from metadata are those of the conversion; the size within 2 %, which is what
-    norms and absent zero points make."""
+    """The forms and the size that follow from metadata are those of the conversion; the size within 4 %, which is what
+    norms, absent zero points and tensors that are small enough for the graph file make."""
     folder, options = copy_fixture(name, tmp_path / "source"), ConvertOptions(lossy=lossy)  # type: ignore[arg-type]
     source = open_source(folder)
     matrices = list(Holding(source.quantised, options).forms(source))
     done = convert(folder, tmp_path / "model", options).model.description
     assert done.scheme == scheme_name({form for _, _, form in matrices}, options)
-    assert done.weight_bytes == pytest.approx(sum(form.bytes_of(at.shape) for _, at, form in matrices), rel=0.02)
+    assert done.weight_bytes == pytest.approx(sum(form.bytes_of(at.shape) for _, at, form in matrices), rel=0.04)
