@@ -5,12 +5,13 @@ its own), never imported.
 """
 
 import sys
+from pathlib import Path
 
 from gptqmodel import GPTQModel, QuantizeConfig
 from transformers import AutoTokenizer
 
 source, out, method, text = sys.argv[1:]
-paragraphs = [part for part in open(text, encoding="utf-8").read().split("\n\n") if len(part) > 400][:128]
+paragraphs = [part for part in Path(text).read_text("utf-8").split("\n\n") if len(part) > 400][:128]
 assert len(paragraphs) > 60, len(paragraphs)
 options = {"method": "awq", "format": "gemm"} if method == "awq" else {"desc_act": True, "act_group_aware": False}
 tokenizer = AutoTokenizer.from_pretrained(source)
