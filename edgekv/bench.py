@@ -37,7 +37,7 @@ from edgekv.errors import InvalidOption
 from edgekv.generate import PREFILL_STEP
 from edgekv.kv.plan import cache_bytes
 from edgekv.kv.spec import KVSpec
-from edgekv.model.converted import GRAPH, ConvertedModel
+from edgekv.model.converted import ConvertedModel
 from edgekv.units import MIB
 
 Progress = Callable[[str, int, int], None]
@@ -203,11 +203,12 @@ def make_card(
 
 def weight_bytes_read(model: ConvertedModel) -> int:
     """Bytes of weights that one decoded token reads: all of them, but of an embedding that is no head only a row."""
-    import onnx
+    from edgekv.engines.onnx.engine import load_graph
 
-    graph = onnx.load(model.folder / GRAPH, load_external_data=False).graph
-    looked_up = {name for node in graph.node if node.op_type == "GatherBlockQuantized" for name in node.input}
-    read = {name for node in graph.node if node.op_type != "GatherBlockQuantized" for name in node.input}
+    graph = load_graph(model).graph
+    lookups = ("GatherBlockQuantized", "Gather")
+    looked_up = {name for node in graph.node if node.op_type in lookups for name in node.input}
+    read = {name for node in graph.node if node.op_type not in lookups for name in node.input}
     places = {}  # a tied embedding and head are two tensors over one range of the file
     for tensor in graph.initializer:
         where = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key in ("offset", "length")}

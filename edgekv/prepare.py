@@ -3,6 +3,7 @@
     a directory made by `edgekv convert`       is used as it is
     a name in the catalog                      pulled and converted into the cache folder
     a GGUF file or a folder of safetensors     converted into the cache folder
+    another maker's ONNX graph                 adopted: described in the cache folder, run where it lies
 
 Everything lies under one home folder (`EDGEKV_HOME`, --home, or the user's cache folder): `sources/` as published,
 `models/` as converted, `known/` what was converted to what (identity.py), `locks/`. A source whose content has changed
@@ -26,6 +27,7 @@ from edgekv.kv.scales import KVScales, read_scales, scales_name
 from edgekv.kv.spec import Granularity, KVDtype
 from edgekv.model import catalog
 from edgekv.model.converted import ConvertedModel, is_converted, open_converted
+from edgekv.model.foreign import ForeignFolder, find_foreign
 from edgekv.model.pull import pull
 from edgekv.units import format_bytes
 from edgekv.weights import open_source
@@ -52,6 +54,8 @@ def prepare(target: str, *, home: Path, watch: Watch = Watch()) -> ConvertedMode
         return open_converted(path)
     if target.startswith("hf:") or target in catalog.names():
         return _prepare_pulled(target, home, watch)
+    if (foreign := find_foreign(path)) is not None:
+        return _prepare_foreign(foreign, home, watch)
     if path.exists():
         return _prepare_source(path, home, watch)
     known = ", ".join(catalog.names())
@@ -117,6 +121,17 @@ def _fits(path: Path, model: ConvertedModel) -> bool:
     except ScalesError:
         return False
     return True
+
+
+def _prepare_foreign(foreign: ForeignFolder, home: Path, watch: Watch) -> ConvertedModel:
+    from edgekv.adopt import adopt, folder_name, is_current
+
+    folder = home / "models" / folder_name(foreign)
+    if not is_current(folder):
+        with _making(folder, home, watch):
+            if not is_current(folder):
+                adopt(foreign, folder, name=foreign.root.resolve().name, progress=watch.progress)
+    return open_converted(folder)
 
 
 def _prepare_source(path: Path, home: Path, watch: Watch) -> ConvertedModel:

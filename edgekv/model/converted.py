@@ -4,6 +4,9 @@
     model.onnx(.data)    the graph with an INT8 cache and its weights
     tokenizer.json  chat_template.jinja  kv_scales*.safetensors
 
+Where another maker's ONNX graph is run as it lies (adopt.py), it and its weights stay in that folder: edgekv.json names
+them and what they were like when they were read.
+
 The *fingerprint* says which numbers the weights are: the geometry, the source files' hash and the scheme they are held
 in. Scales and sessions carry it and are refused by any other model.
 """
@@ -43,6 +46,8 @@ class Description:
     add_bos: bool = False  # whether the tokenizer puts BOS before plain text
     sampling: dict[str, float] = field(default_factory=dict)  # the maker's recommendation
     system: str = ""  # the system prompt of `edgekv chat`, unless another is given
+    graph: str = ""  # another maker's graph, run where it lies; empty: the one in this folder
+    graph_files: dict[str, list[int]] = field(default_factory=dict)  # its files there: size, time of change in ns
 
     @property
     def fingerprint(self) -> str:
@@ -67,6 +72,22 @@ class ConvertedModel:
     def fingerprint(self) -> str:
         """The model's fingerprint."""
         return self.description.fingerprint
+
+    @property
+    def graph(self) -> Path:
+        """The ONNX graph, beside its weights."""
+        return Path(self.description.graph) if self.is_foreign else self.folder / GRAPH
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the graph is another maker's, adapted whenever it is loaded."""
+        return bool(self.description.graph)
+
+
+def file_state(path: Path) -> list[int]:
+    """What a file read in place is recognised by: size and time of change in ns; of one that is gone, nothing."""
+    found = path.stat() if path.is_file() else None
+    return [] if found is None else [found.st_size, found.st_mtime_ns]
 
 
 def is_converted(folder: Path) -> bool:
@@ -96,6 +117,25 @@ def open_converted(folder: Path) -> ConvertedModel:
         description = _parse(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path} cannot be read ({error}): convert the model again, or delete {folder}.") from None
+    model = ConvertedModel(folder, description)
+    _check_place(model) if model.is_foreign else _check_data(model)
+    for name in (TOKENIZER,) if model.is_foreign else (GRAPH, TOKENIZER):
+        if not (folder / name).is_file():
+            raise BadCheckpoint(f"{folder} has no {name}: convert the model again, or delete it.")
+    return model
+
+
+def _check_place(model: ConvertedModel) -> None:
+    """The files that are read in place must be what they were."""
+    for name, state in model.description.graph_files.items():
+        path = model.graph.parent / name
+        if file_state(path) != state:
+            what = "has changed" if path.exists() else "is gone"
+            raise BadCheckpoint(f"{path} {what} since {model.folder} was made for it: name the model by its own path.")
+
+
+def _check_data(model: ConvertedModel) -> None:
+    folder, description = model.folder, model.description
     data = folder / DATA
     size = data.stat().st_size if data.exists() else 0
     if size != description.weight_bytes:
@@ -103,10 +143,6 @@ def open_converted(folder: Path) -> ConvertedModel:
             f"{data} has {size:,} bytes instead of {description.weight_bytes:,}: "
             f"convert the model again, or delete {folder}."
         )
-    for name in (GRAPH, TOKENIZER):
-        if not (folder / name).is_file():
-            raise BadCheckpoint(f"{folder} has no {name}: convert the model again, or delete it.")
-    return ConvertedModel(folder, description)
 
 
 def _parse(data: dict[str, Any]) -> Description:

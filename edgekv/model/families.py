@@ -60,8 +60,8 @@ def spec_from_config(config: Config, generation: Config | None = None) -> ModelS
         rms_eps=_number(config, "rms_norm_eps", 1e-6),
         rope=rope_from_config(config),
         tied_embeddings=_flag(config, "tie_word_embeddings"),
-        bos_id=next(iter(_token_ids(config, "bos_token_id")), None),
-        eos_ids=_eos_ids(config, generation or {}),
+        bos_id=next(iter(token_ids(config, "bos_token_id")), None),
+        eos_ids=eos_ids(config, generation or {}),
         **extra,
     )
 
@@ -128,7 +128,7 @@ def _flag(config: Config, field: str) -> bool:
     return bool(value)
 
 
-def _token_ids(config: Config, field: str) -> list[int]:
+def token_ids(config: Config, field: str) -> list[int]:
     """A token id, a list of them, or nothing, as a list."""
     value = config.get(field)
     ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -137,6 +137,6 @@ def _token_ids(config: Config, field: str) -> list[int]:
     return list(ids)
 
 
-def _eos_ids(*configs: Config) -> tuple[int, ...]:
+def eos_ids(*configs: Config) -> tuple[int, ...]:
     """The union of every place that names end-of-text ids (case C21)."""
-    return tuple(sorted({token for config in configs for token in _token_ids(config, "eos_token_id")}))
+    return tuple(sorted({token for config in configs for token in token_ids(config, "eos_token_id")}))

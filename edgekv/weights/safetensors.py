@@ -224,6 +224,13 @@ class SafetensorsSource:
         return shape[:1] if kind == "bias" else shape
 
 
+def hub_tokenizer(folder: Path) -> TokenizerFiles:
+    """The tokenizer's files in a folder laid out as on the hub, whatever holds its weights."""
+    source = SafetensorsSource.__new__(SafetensorsSource)
+    source.folder = folder
+    return source.tokenizer()
+
+
 def _hub_name(name: str, kind: str = "weight") -> str:
     layer, _, part = name.rpartition(".")
     return f"model.layers.{layer}.{_NAMES[part]}.{kind}" if layer else f"{_TOP_NAMES[part]}.{kind}"

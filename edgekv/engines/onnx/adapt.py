@@ -36,6 +36,21 @@ def set_cache(model: onnx.ModelProto, dtype: KVDtype, granularity: Granularity) 
             _add_scales(model, layer, node, dtype, granularity)
 
 
+def drop_quantised_cache(model: onnx.ModelProto) -> None:
+    """Give another maker's graph a float32 cache, in place, where it has a quantised one."""
+    graph = model.graph
+    quantised = [node for node in attention_nodes(model) if len(node.input) > _KEY_SCALE]
+    names = {name for node in quantised for name in (*node.input[3:5], *node.output[1:3])}
+    for layer, node in enumerate(quantised):
+        _drop_scales(model, layer, node)
+    for value in [v for v in [*graph.input, *graph.output] if v.name in names]:
+        value.type.tensor_type.elem_type = TensorProto.FLOAT
+        value.type.tensor_type.shape.dim[3].dim_param = "D"
+    stale = [value for value in graph.value_info if value.name in names]
+    for value in stale:
+        graph.value_info.remove(value)
+
+
 def set_half_attention(model: onnx.ModelProto) -> None:
     """Compute attention in float16, in place, between casts: GroupQueryAttention on CUDA takes no float32.
 
@@ -70,6 +85,7 @@ def set_native_attention(model: onnx.ModelProto) -> None:
     """
     for layer, node in enumerate(attention_nodes(model)):
         quantised = len(node.input) > _KEY_SCALE
+        scale = next((a.f for a in node.attribute if a.name == "scale"), 0.0)  # 0: the square root of the head size
         sizes = {a.name: a.i for a in node.attribute if a.name in ("num_heads", "kv_num_heads")}
         packed, keys, values, attended = node.input[0], node.input[3], node.input[4], node.output[0]
         _drop_scales(model, layer, node)
@@ -80,7 +96,7 @@ def set_native_attention(model: onnx.ModelProto) -> None:
             model.graph.input.append(helper.make_tensor_value_info(inputs[-1], TensorProto.FLOAT, shape))
         node.CopyFrom(
             helper.make_node(
-                "CachedAttention", inputs, [attended], name=node.name, domain=NATIVE_DOMAIN, scale=0.0, **sizes
+                "CachedAttention", inputs, [attended], name=node.name, domain=NATIVE_DOMAIN, scale=scale, **sizes
             )
         )
     _keep(model.graph.output, lambda name: not name.startswith("present_"))
@@ -102,9 +118,10 @@ def _cast(source: str, target: str, dtype: int) -> onnx.NodeProto:
 def set_accuracy_level(model: onnx.ModelProto, level: int) -> None:
     """Set the accuracy_level of every MatMulNBits, in place: 4 is int8 activations, 1 is float32."""
     for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
-                attribute.i = level
+        if node.op_type == "MatMulNBits":
+            for attribute in [a for a in node.attribute if a.name == "accuracy_level"]:
+                node.attribute.remove(attribute)
+            node.attribute.append(helper.make_attribute("accuracy_level", level))
 
 
 def attention_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:

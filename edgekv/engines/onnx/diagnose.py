@@ -7,33 +7,34 @@ residual stream after every layer. Weights are mapped and not packed, so this ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
-from edgekv.model.converted import GRAPH
+from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
 
 
-def first_bad_layer(folder: Path, spec: ModelSpec, tokens: Sequence[int]) -> int | None:
+def first_bad_layer(model: ConvertedModel, tokens: Sequence[int]) -> int | None:
     """The first layer after which a hidden state is not finite; None if these tokens alone do not show it."""
-    import onnx
     import onnxruntime as ort
     from onnx import TensorProto, helper
 
     from edgekv.engines.onnx import adapt
+    from edgekv.engines.onnx.engine import load_graph
 
-    model = onnx.load(folder / GRAPH, load_external_data=False)
-    adapt.set_cache(model, "float", "channel")
+    graph, spec = load_graph(model), model.spec
+    adapt.set_cache(graph, "float", "channel")
     names = [f"{layer + 1}.attn_hidden" for layer in range(spec.num_layers)]
-    model.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names)
+    if not {names[0]} & {name for node in graph.graph.node for name in node.output}:
+        names = [node.output[0] for node in adapt.attention_nodes(graph)]  # of another maker's graph
+    graph.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry("session.disable_prepacking", "1")
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.graph.parent))
+    session = ort.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
     for layer, hidden in enumerate(session.run(names, _feeds(spec, tokens))):
         if not np.isfinite(hidden).all():
             return layer

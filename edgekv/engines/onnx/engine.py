@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -22,8 +21,11 @@ from edgekv.errors import CacheFull, DependencyMissing, EngineError, InvalidOpti
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
-from edgekv.model.converted import DATA, GRAPH, ConvertedModel
+from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import onnx
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -57,8 +59,8 @@ class OnnxEngine:
     def __init__(self, model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: OnnxOptions) -> None:
         check_combination(kv, options)
         self._spec, self._kv, self._options = model.spec, kv, options
-        self._scales, self._folder = scales, model.folder
-        self._session: Any = open_session(model.folder, kv, options, self.attention)
+        self._scales, self._model = scales, model
+        self._session: Any = open_session(model, kv, options, self.attention)
         self._io: Any = self._session.io_binding()
         self._constants: list[Array] = []  # bound by pointer, so they must live as long as the session
         self._tokens: list[int] = []
@@ -194,7 +196,7 @@ class OnnxEngine:
     def _not_finite(self, tokens: Sequence[int], past: int) -> str:
         from edgekv.engines.onnx.diagnose import first_bad_layer
 
-        layer = first_bad_layer(self._folder, self._spec, tokens)
+        layer = first_bad_layer(self._model, tokens)
         where = "" if layer is None else f" in layer {layer}"
         return (
             f"The model produced numbers that are not finite{where} on {len(tokens)} tokens after {past}; nothing of "
@@ -324,8 +326,8 @@ def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
         )
 
 
-def open_session(folder: Path, kv: KVSpec, options: OnnxOptions, attention: Literal["native", "gqa"]) -> Any:
-    """An ONNX Runtime session over the folder's graph, given this kind of cache and attention.
+def open_session(model: ConvertedModel, kv: KVSpec, options: OnnxOptions, attention: Literal["native", "gqa"]) -> Any:
+    """An ONNX Runtime session over the model's graph, given this kind of cache and attention.
 
     Raises:
         DependencyMissing, EngineError: ONNX Runtime lacks the provider, or cannot load the graph.
@@ -341,33 +343,43 @@ def open_session(folder: Path, kv: KVSpec, options: OnnxOptions, attention: Lite
     session_options.intra_op_num_threads = options.threads
     session_options.log_severity_level = 3
     session_options.enable_mem_pattern = False  # shapes change from run to run, so patterns would only cost memory
-    graph: str | bytes = str(folder / GRAPH)
+    graph: str | bytes = str(model.graph)
     as_stored = kv.dtype == "int8" and kv.granularity != "tensor" and options.accuracy_level == 4 and not options.half
-    if attention == "native" or not as_stored:
-        graph = _other_graph(folder, kv, options, attention)
-        session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    if attention == "native" or not as_stored or model.is_foreign:
+        graph = _other_graph(model, kv, options, attention)
+        place = str(model.graph.parent)
+        session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", place)
     try:
         if attention == "native":
             session_options.register_custom_ops_library(str(native.library()))
         return ort.InferenceSession(graph, session_options, providers=[provider])
     except Exception as error:  # ONNX Runtime raises a class of its own per status code
-        raise EngineError(f"ONNX Runtime cannot load {folder / GRAPH} with {DATA}: {error}") from error
+        raise EngineError(f"ONNX Runtime cannot load {model.graph} with its weights: {error}") from error
 
 
-def _other_graph(folder: Path, kv: KVSpec, options: OnnxOptions, attention: Literal["native", "gqa"]) -> bytes:
-    """The graph in the folder has an INT8 cache with a scale a channel; any other kind is made from it in memory."""
-    import onnx
-
+def _other_graph(model: ConvertedModel, kv: KVSpec, options: OnnxOptions, attention: Literal["native", "gqa"]) -> bytes:
+    """The stored graph has an INT8 cache with a scale a channel; any other kind is made from it in memory."""
     from edgekv.engines.onnx import adapt
 
-    model = onnx.load(folder / GRAPH, load_external_data=False)
-    adapt.set_cache(model, kv.dtype, kv.granularity)
-    adapt.set_accuracy_level(model, options.accuracy_level)
+    graph = load_graph(model)
+    adapt.set_cache(graph, kv.dtype, kv.granularity)
+    adapt.set_accuracy_level(graph, options.accuracy_level)
     if options.half:
-        adapt.set_half_attention(model)
+        adapt.set_half_attention(graph)
     if attention == "native":
-        adapt.set_native_attention(model)
-    return bytes(model.SerializeToString())
+        adapt.set_native_attention(graph)
+    return bytes(graph.SerializeToString())
+
+
+def load_graph(model: ConvertedModel) -> onnx.ModelProto:
+    """A model's graph as edgekv runs it, its large weights left in their files beside `model.graph`."""
+    import onnx
+
+    from edgekv.engines.onnx.foreign import adapt_foreign
+
+    if model.is_foreign:
+        return adapt_foreign(model.graph).model
+    return onnx.load(model.graph, load_external_data=False)
 
 
 def _import_onnxruntime() -> Any:

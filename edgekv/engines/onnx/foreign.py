@@ -1,0 +1,389 @@
+"""Another maker's decoder with GroupQueryAttention -> the graph that edgekv's engines bind (build.py), in memory.
+
+    theirs                                   ours
+    input_ids [B, N]                         ids [1, T]
+    attention_mask, position_ids             gone: their subgraphs only led to the next two
+    GroupQueryAttention's inputs 5, 6        seqlens_k, total
+    RoPE tables, initializers                cos, sin: inputs; a RotaryEmbedding before attention moves into it
+    past_key_values.i.key, present.i.key     past_k.i, present_k.i, float32, whatever they were (adapt.set_cache)
+    query, key, value apart                  packed by a Concat, as the native operator wants them
+    float16 around attention                 cast to float32 before it and back after it
+    logits of all or of the last token       `rows` are chosen before the output head; `check` sums what enters it
+
+Weights stay in the user's files (graphfile.py). What a graph asks for and edgekv does not run is refused by the name of
+the node: a window, a soft cap, sinks, an attention bias, interleaved or partial rotation, anything that still reads the
+mask once attention does not.
+
+The RoPE must be known beyond the table's end, because positions go on when tokens leave: engines/measured_rope.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from edgekv.engines.onnx.graphfile import data_files, read_graph, tensor_bytes
+from edgekv.engines.onnx.surgery import Array, GraphEdit, attribute
+from edgekv.errors import BadCheckpoint, UnsupportedModel
+
+_SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS = 5, 6, 7, 8, 9  # inputs of GroupQueryAttention
+_REFUSED_INPUTS = {10: "an attention bias", 11: "attention sinks"}
+_KNOWN_ATTRIBUTES = {
+    "num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "local_window_size", "softcap",
+    "smooth_softmax", "k_quant_type", "v_quant_type", "kv_cache_bit_width", "qk_output",
+}  # fmt: skip
+_LINEAR = ("MatMul", "MatMulNBits", "MatMulBnb4", "Gemm", "FusedMatMul")
+_AFTER_HEAD = ("Add", "Mul", "Div", "Cast", "Tanh")
+_OURS = {"ids", "rows", "seqlens_k", "total", "cos", "sin", "check", "head_in"}
+_FLOATS = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a graph says about its model; the rest stands in configs."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    ffn_size: int
+    vocab_size: int
+    tied: bool  # embedding and head read the same bytes
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The graph as edgekv runs it, with a float32 cache, and what was found out about it."""
+
+    model: onnx.ModelProto
+    geometry: Geometry
+    cos: Array  # the maker's RoPE tables, [rows, D/2]
+    sin: Array
+    producer: str  # such as "onnxruntime-genai 0.18.0"
+    scheme: str  # how the weights are held, such as "int4/32, float32"
+    files: tuple[str, ...]  # that hold the graph and its weights, in the graph's folder
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One attention node, as it was found."""
+
+    node: onnx.NodeProto
+    query: str
+    key: str  # empty: query, key and value are packed
+    value: str
+    cos: str
+    sin: str
+
+
+def adapt_foreign(path: Path) -> Adapted:
+    """Read another maker's graph and make it ours.
+
+    Raises:
+        BadCheckpoint: a file is damaged or missing, or the graph contradicts itself.
+        UnsupportedModel: something in it that edgekv does not run; the message names it.
+    """
+    graph = GraphEdit(read_graph(path), path)
+    producer = f"{graph.model.producer_name} {graph.model.producer_version.split('+')[0]}".strip()
+    _free_names(graph)
+    layers = _attentions(graph)
+    geometry = _geometry(graph, layers)
+    cos, sin = (_table(graph, name) for name in (layers[0].cos, layers[0].sin))
+    half = cos.dtype == np.float16
+    for index, layer in enumerate(layers):
+        _rewire(graph, index, layer, geometry, half=half)
+    _choose_rows(graph)
+    _declare(graph, geometry)
+    return Adapted(
+        graph.model,
+        geometry,
+        np.asarray(cos, np.float32),
+        np.asarray(sin, np.float32),
+        producer or "an unnamed tool",
+        _scheme(graph),
+        (path.name, *sorted(data_files(graph.model) - {path.name})),
+        sum(map(tensor_bytes, graph.model.graph.initializer)),
+    )
+
+
+def _free_names(graph: GraphEdit) -> None:
+    """Their values that bear our names get others."""
+    values = {*graph.producers, *graph.tensors, *(value.name for value in graph.model.graph.input)}
+    graph.rename({name: f"{name}.theirs" for name in _OURS & values})
+
+
+def _attentions(graph: GraphEdit) -> list[_Attention]:
+    nodes = graph.of_kind("GroupQueryAttention")
+    if not nodes:
+        raise UnsupportedModel(f"{graph.path} has no GroupQueryAttention: edgekv does not know its attention.")
+    return [_attention(graph, node) for node in nodes]
+
+
+def _attention(graph: GraphEdit, node: onnx.NodeProto) -> _Attention:
+    _refuse_features(graph, node)
+    names = [*node.input, *[""] * (12 - len(node.input))]
+    if attribute(node, "do_rotary", 0):
+        return _Attention(node, names[0], names[1], names[2], names[_COS], names[_SIN])
+    rotations = [_rotation(graph, node, name) for name in names[:2]]
+    if rotations[0].input[2:4] != rotations[1].input[2:4]:
+        raise UnsupportedModel(f"{_place(graph, node)} rotates queries and keys by different tables.")
+    cos, sin = rotations[0].input[2:4]
+    return _Attention(node, rotations[0].input[0], rotations[1].input[0], names[2], cos, sin)
+
+
+def _refuse_features(graph: GraphEdit, node: onnx.NodeProto) -> None:
+    names = [*node.input, *[""] * (12 - len(node.input))]
+    found = [what for place, what in _REFUSED_INPUTS.items() if names[place]]
+    found += [f"{a.name}" for a in node.attribute if a.name not in _KNOWN_ATTRIBUTES]
+    found += [f"{name}" for name in ("softcap", "smooth_softmax", "qk_output") if attribute(node, name, 0) > 0]
+    if attribute(node, "local_window_size", -1) > 0:
+        found.append(f"a window of {attribute(node, 'local_window_size', -1)} tokens")
+    if attribute(node, "rotary_interleaved", 0):
+        found.append("interleaved rotation")
+    if found:
+        raise UnsupportedModel(f"{_place(graph, node)} has {', '.join(found)}, which edgekv does not run.")
+
+
+def _rotation(graph: GraphEdit, node: onnx.NodeProto, name: str) -> onnx.NodeProto:
+    """The RotaryEmbedding that makes an attention node's query or key."""
+    made = graph.producer(name, "RotaryEmbedding")
+    if made is None or attribute(made, "interleaved", 0) or attribute(made, "rotary_embedding_dim", 0):
+        raise UnsupportedModel(
+            f"{_place(graph, node)} does not rotate its whole queries and keys in halves, which edgekv needs."
+        )
+    return made
+
+
+def _place(graph: GraphEdit, node: onnx.NodeProto) -> str:
+    return f"{graph.path}: {node.op_type} {node.name}".rstrip()
+
+
+# ---- what the graph says ---------------------------------------------------------------------------------------------
+
+
+def _geometry(graph: GraphEdit, layers: list[_Attention]) -> Geometry:
+    heads, kv_heads = (_same(graph, layers, name) for name in ("num_heads", "kv_num_heads"))
+    head_dim = 2 * _table(graph, layers[0].cos).shape[1]
+    _check_heads(graph, layers, heads, kv_heads, head_dim)
+    hidden, vocab, tied = _sizes(graph, layers)
+    return Geometry(
+        num_layers=len(layers),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden,
+        ffn_size=max(shape[1] for shape in _linear_shapes(graph).values()),
+        vocab_size=vocab,
+        tied=tied,
+    )
+
+
+def _same(graph: GraphEdit, layers: list[_Attention], name: str) -> int:
+    values = {attribute(layer.node, name, 0) for layer in layers}
+    if len(values) != 1 or min(values) < 1:
+        raise UnsupportedModel(f"{graph.path}: {name} is {sorted(values)} in its layers; edgekv needs one number.")
+    return int(values.pop())
+
+
+def _table(graph: GraphEdit, name: str) -> Array:
+    """A RoPE table, [rows, D/2]."""
+    table = graph.constant(name)
+    if table is None or table.ndim != 2 or len(table) < 2:
+        raise UnsupportedModel(
+            f"{graph.path}: its RoPE table {name!r} is not a stored table, so it cannot be moved on."
+        )
+    if table.dtype not in (np.float32, np.float16):
+        raise UnsupportedModel(f"{graph.path} computes in {table.dtype}; edgekv runs float32 and float16 graphs.")
+    return table
+
+
+def _check_heads(graph: GraphEdit, layers: list[_Attention], heads: int, kv_heads: int, head_dim: int) -> None:
+    """The widths of the projections and of the cache must be those of the heads."""
+    inputs = {value.name: value for value in graph.model.graph.input}
+    shapes = _linear_shapes(graph)
+    for layer in layers:
+        packed = (heads + 2 * kv_heads) * head_dim
+        widths = [(layer.query, heads * head_dim), (layer.key, kv_heads * head_dim), (layer.value, kv_heads * head_dim)]
+        for name, width in widths if layer.key else [(layer.query, packed)]:
+            made = shapes.get(_skip_bias(graph, name), (width, 0))[0]
+            if made != width:
+                raise BadCheckpoint(
+                    f"{_place(graph, layer.node)}: {name} has {made} columns, but {heads} query and {kv_heads} "
+                    f"key-value heads of {head_dim} need {width}."
+                )
+        for name in layer.node.input[3:5]:
+            if name not in inputs:
+                raise UnsupportedModel(f"{_place(graph, layer.node)}: its cache {name!r} is no input of the graph.")
+            dims = inputs[name].type.tensor_type.shape.dim
+            if len(dims) != 4 or dims[1].dim_value not in (0, kv_heads):
+                raise BadCheckpoint(f"{graph.path}: the cache {name} is not one of {kv_heads} key-value heads.")
+
+
+def _skip_bias(graph: GraphEdit, name: str) -> str:
+    """The product that a bias is added to; `name` itself if none is."""
+    node = graph.producer(name, "Add")
+    products = [] if node is None else [x for x in node.input if graph.producer(x, *_LINEAR)]
+    return products[0] if products else name
+
+
+def _linear_shapes(graph: GraphEdit) -> dict[str, tuple[int, int]]:
+    """[out, in] of every multiplication by a stored matrix, by the name of its result."""
+    shapes = {}
+    for node in graph.nodes:
+        if node.op_type in ("MatMulNBits", "MatMulBnb4"):
+            shapes[node.output[0]] = (attribute(node, "N", 0), attribute(node, "K", 0))
+        elif node.op_type in ("MatMul", "Gemm") and node.input[1] in graph.tensors:
+            dims = list(graph.tensors[node.input[1]].dims)
+            if len(dims) == 2:
+                shapes[node.output[0]] = tuple(dims if attribute(node, "transB", 0) else dims[::-1])
+    return shapes
+
+
+def _sizes(graph: GraphEdit, layers: list[_Attention]) -> tuple[int, int, bool]:
+    """Hidden size, vocabulary, and whether the head reads the embedding's bytes."""
+    head, shapes = _head(graph), _linear_shapes(graph)
+    if head is not None and head.output[0] in shapes:
+        vocab, hidden = shapes[head.output[0]]
+        return hidden, vocab, len(graph.readers[head.input[1]]) > 1
+    logits = next(v.type.tensor_type for v in graph.model.graph.output if v.name == _logits(graph))
+    vocab = logits.shape.dim[-1].dim_value if logits.shape.dim else 0
+    hidden = shapes.get(_skip_bias(graph, layers[0].query), (0, 0))[1]
+    if not vocab or not hidden:
+        raise UnsupportedModel(f"{graph.path}: neither its output head nor its first projection is a stored matrix.")
+    return hidden, vocab, False
+
+
+def _scheme(graph: GraphEdit) -> str:
+    """How the linear layers are held: bits / block or the number type."""
+    kinds = set()
+    for node in graph.nodes:
+        if node.op_type == "MatMulNBits":
+            kinds.add(f"int{attribute(node, 'bits', 4)}/{attribute(node, 'block_size', 32)}")
+        elif node.op_type == "MatMulBnb4":
+            kinds.add(f"bnb4/{attribute(node, 'block_size', 64)}")
+        elif node.op_type in ("MatMul", "Gemm") and node.input[1] in graph.tensors:
+            kinds.add(_FLOATS.get(graph.tensors[node.input[1]].data_type, "other"))
+    return ", ".join(sorted(kinds))
+
+
+# ---- rewiring --------------------------------------------------------------------------------------------------------
+
+
+def _rewire(graph: GraphEdit, index: int, layer: _Attention, geometry: Geometry, *, half: bool) -> None:
+    """Put in place of an attention node one that reads our inputs and packed float32, and nothing else."""
+    node, packed, attended = layer.node, layer.query, layer.node.output[0]
+    graph.remove(node)
+    if layer.key:
+        packed = graph.add("Concat", [layer.query, layer.key, layer.value], [f"{index}.qkv"], axis=-1)
+    if half:
+        packed = graph.add("Cast", [packed], [f"{index}.qkv.float"], to=TensorProto.FLOAT)
+        graph.add("Cast", [f"{index}.attention"], [attended], to=TensorProto.FLOAT16)
+        attended = f"{index}.attention"
+    scale = float(attribute(node, "scale", 0.0))
+    usual = not scale or abs(scale * geometry.head_dim**0.5 - 1) < 1e-6
+    graph.add(
+        "GroupQueryAttention",
+        [packed, "", "", f"past_k.{index}", f"past_v.{index}", "seqlens_k", "total", "cos", "sin"],
+        [attended, f"present_k.{index}", f"present_v.{index}"],
+        domain="com.microsoft",
+        num_heads=geometry.num_heads,
+        kv_num_heads=geometry.num_kv_heads,
+        do_rotary=1,
+        **({} if usual else {"scale": scale}),
+    )
+
+
+def _logits(graph: GraphEdit) -> str:
+    names = [value.name for value in graph.model.graph.output]
+    others = [name for name in names if not name.startswith("present")]
+    if "logits" in names or len(others) == 1:
+        return "logits" if "logits" in names else others[0]
+    raise UnsupportedModel(f"{graph.path} has no output called logits, only {', '.join(names)[:200]}.")
+
+
+def _head(graph: GraphEdit) -> onnx.NodeProto | None:
+    """The multiplication that makes the logits, looking through what is done to them afterwards."""
+    name = _logits(graph)
+    while (node := graph.producers.get(name)) is not None and node.op_type in _AFTER_HEAD:
+        inner = [each for each in node.input if graph.constant(each) is None]
+        if len(inner) != 1:
+            return None
+        name = inner[0]
+    return graph.producer(name, *_LINEAR)
+
+
+def _choose_rows(graph: GraphEdit) -> None:
+    """Gather `rows` before the output head, in place of a choice of the last token if there is one.
+
+    Where the head is not known, all logits are computed and theirs are gathered. A cast of float32 to float32 is taken
+    out by ONNX Runtime.
+    """
+    head, logits = _head(graph), _logits(graph)
+    states = logits if head is None else _before_choice(graph, head.input[0])
+    chosen = graph.add("Gather", [states, "rows"], ["head_in"], axis=1)
+    if head is not None:
+        head.input[0], chosen = chosen, logits
+    graph.rename({logits: "logits.theirs"})
+    floats = [
+        graph.add("Cast", ["logits.theirs" if name == logits else name], [new], to=TensorProto.FLOAT)
+        for name, new in ((states, "states.float"), (chosen, "logits"))
+    ]
+    graph.add("ReduceSum", floats[:1], ["check"], keepdims=1)
+
+
+def _before_choice(graph: GraphEdit, name: str) -> str:
+    """The hidden states of all tokens, where `name` is those of the last one: Unsqueeze(Gather(hidden, -1))."""
+    unsqueezed = graph.producer(name, "Unsqueeze")
+    chosen = None if unsqueezed is None else graph.producer(unsqueezed.input[0], "Gather")
+    if chosen is None:
+        return name
+    index = graph.constant(chosen.input[1])
+    if attribute(chosen, "axis", 0) != 1 or index is None or index.shape != () or index != -1:
+        raise UnsupportedModel(f"{_place(graph, chosen)} chooses tokens before the output head in an unknown way.")
+    return str(chosen.input[0])
+
+
+def _declare(graph: GraphEdit, geometry: Geometry) -> None:
+    """Our inputs and outputs in place of theirs."""
+    ids = _ids(graph)
+    integers = graph.inputs()[ids].elem_type
+    proto, half = graph.model.graph, geometry.head_dim // 2
+    del proto.input[:], proto.output[:]
+    graph.rename({ids: "ids" if integers == TensorProto.INT64 else "ids.short"})
+    if integers != TensorProto.INT64:
+        graph.add("Cast", ["ids"], ["ids.short"], to=integers)
+    cache = [1, geometry.num_kv_heads, "C", geometry.head_dim]
+    layers = range(geometry.num_layers)
+    inputs: list[tuple[str, int, list[Any]]] = [
+        ("ids", TensorProto.INT64, [1, "T"]),
+        ("rows", TensorProto.INT64, ["R"]),
+        ("seqlens_k", TensorProto.INT32, [1]),
+        ("total", TensorProto.INT32, []),
+        ("cos", TensorProto.FLOAT, ["C", half]),
+        ("sin", TensorProto.FLOAT, ["C", half]),
+        *((f"past_{part}.{layer}", TensorProto.FLOAT, cache) for layer in layers for part in "kv"),
+    ]
+    outputs: list[tuple[str, int, list[Any]]] = [
+        *((f"present_{part}.{layer}", TensorProto.FLOAT, cache) for layer in layers for part in "kv"),
+        ("check", TensorProto.FLOAT, [1, 1, 1]),
+        ("logits", TensorProto.FLOAT, [1, "R", geometry.vocab_size]),
+    ]
+    proto.input.extend(helper.make_tensor_value_info(*each) for each in inputs)
+    proto.output.extend(helper.make_tensor_value_info(*each) for each in outputs)
+    graph.commit()
+
+
+def _ids(graph: GraphEdit) -> str:
+    inputs = graph.inputs()
+    if "input_ids" not in inputs:
+        raise UnsupportedModel(
+            f"{graph.path} reads {', '.join(inputs)[:200]} and no input_ids: edgekv runs graphs that embed the tokens."
+        )
+    return "input_ids"
