@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +22,31 @@ from edgekv.model.spec import ModelSpec
 Logits = npt.NDArray[np.float32]
 
 
+Rows = npt.NDArray[np.generic]
+PinnedAngles = Literal["moved", "own"]
+
+
 @dataclass(frozen=True)
 class EngineState:
-    """A copy of a cache's content, in host memory.
+    """A cache's content, in host memory, in the order of tokens.
 
-    keys, values: one array a layer, [K, length, row] in the cache's own dtype; tokens: the ids in the slots; pinned:
-    how many of them hold keys at the angles of their own slots, which only a ring does (engines/onnx/ring.py).
+    It says of itself what an engine of another kind must know: window keys are at the angle of their absolute position
+    everywhere, but after evictions the pinned keys are either *moved* (at slot + evicted, as where rows move down) or
+    at the angle of their *own* slot (as in a ring, whose queries are turned instead). `Engine.load` takes both; what is
+    not its own kind it makes so by running the pinned tokens again.
     """
 
-    keys: tuple[npt.NDArray[np.generic], ...]
-    values: tuple[npt.NDArray[np.generic], ...]
-    tokens: tuple[int, ...]
+    keys: Sequence[Rows]  # one array a layer, [K, length, row] in the cache's own dtype
+    values: Sequence[Rows]
+    tokens: tuple[int, ...]  # the ids in the slots
     evicted: int
-    pinned: int = 0
+    pinned: int = 0  # of these tokens, how many were pinned at the last eviction; 0 while nothing has left
+    pinned_angles: PinnedAngles = "moved"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(rows.nbytes for part in (self.keys, self.values) for rows in part)
 
 
 @runtime_checkable
@@ -74,7 +86,16 @@ class Engine(Protocol):
     def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
         """Keys (rotated) and values in slots start .. stop-1, dequantised: two arrays [K, stop-start, D]."""
 
-    def save(self) -> EngineState: ...
-    def load(self, state: EngineState) -> None: ...
+    def save(self, *, copy: bool = True) -> EngineState:
+        """The cache's content. Without `copy` an engine may read each layer's rows only when they are asked for, so
+        that writing them to a file takes the memory of one layer; they are then good until the cache changes."""
+
+    def load(self, state: EngineState) -> None:
+        """Put a saved content back; it must come from the same model, scales and dtype.
+
+        Raises:
+            CacheFull: it is longer than this cache. InvalidOption: its rows are not of this shape or dtype.
+        """
+
     def reset(self) -> None: ...
     def close(self) -> None: ...

@@ -115,7 +115,7 @@ class FakeEngine:
         k = np.broadcast_to(np.array(self._tokens[start:stop], np.float32)[None, :, None], shape)
         return k.copy(), k.copy()
 
-    def save(self) -> EngineState:
+    def save(self, *, copy: bool = True) -> EngineState:
         rows = np.array([[[position] for position in self._positions]], np.int64)
         return EngineState((rows,), (rows,), tuple(self._tokens), self._evicted)
 

@@ -12,6 +12,7 @@ which happens once per stride.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +43,19 @@ class CacheMemory(Protocol):
     def read(self, part: str, layer: int, start: int, stop: int) -> Array: ...
     def write(self, part: str, layer: int, start: int, rows: Array) -> None: ...
     def move(self, target: int, source: int, count: int) -> None: ...
+
+
+class LayerRows(Sequence[Array]):
+    """The rows of the first tokens of each layer, read when they are asked for."""
+
+    def __init__(self, cache: CacheMemory, part: str, layers: int, length: int) -> None:
+        self._cache, self._part, self._layers, self._length = cache, part, range(layers), length
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._cache.read(self._part, self._layers[layer], 0, self._length)
 
 
 class HostCache:

@@ -8,14 +8,23 @@ just before the window and nothing else. Its queries see only themselves, so its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from edgekv.engines.base import EngineState, Logits
+from edgekv.engines.base import EngineState, Logits, PinnedAngles
 from edgekv.engines.onnx import native
-from edgekv.engines.onnx.binding import Array, CacheMemory, DeviceCache, HostCache, StepBuffers
+from edgekv.engines.onnx.binding import (
+    CACHE_DTYPES,
+    Array,
+    CacheMemory,
+    DeviceCache,
+    HostCache,
+    LayerRows,
+    StepBuffers,
+    row_items,
+)
 from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
 from edgekv.errors import CacheFull, DependencyMissing, EngineError, InvalidOption, UnsupportedModel
 from edgekv.kv.scales import KVScales
@@ -65,11 +74,14 @@ class OnnxEngine:
         self._constants: list[Array] = []  # bound by pointer, so they must live as long as the session
         self._tokens: list[int] = []
         self._evicted = 0
+        self._pinned = 0  # tokens that the last eviction left at the beginning
         self._bind_cache()
         self._step = StepBuffers(self._io, options.chunk, model.spec.vocab_size, copied=options.device != "cpu")
 
     attention: ClassVar[Literal["native", "gqa"]] = "gqa"
     """Which operator computes attention."""
+    pinned_angles: ClassVar[PinnedAngles] = "moved"
+    """Where the pinned keys stand after evictions; see `EngineState`."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -126,6 +138,7 @@ class OnnxEngine:
             self._cache.move(move.start, move.start + move.count, move.length - move.start - move.count)
             del self._tokens[move.start : move.start + move.count]
             self._evicted += move.count
+            self._pinned = move.start
             self._set_positions()
             self._run_pinned(move.start)
         except BaseException:
@@ -149,26 +162,35 @@ class OnnxEngine:
         codes = [_unpack_int4(x) if self._kv.dtype == "int4" else x.astype(np.float32) for x in (k, v)]
         return codes[0] * self._scales.k[layer][:, None], codes[1] * self._scales.v[layer][:, None]
 
-    def save(self) -> EngineState:
-        """A copy of the cache's content."""
-        layers = range(self._spec.num_layers)
-        keys, values = (tuple(self._cache.read(part, layer, 0, self.length) for layer in layers) for part in "kv")
-        return EngineState(keys, values, tuple(self._tokens), self._evicted)
+    def save(self, *, copy: bool = True) -> EngineState:
+        """The cache's content, as a copy or read layer by layer."""
+        keys, values = (LayerRows(self._cache, part, self._spec.num_layers, self.length) for part in "kv")
+        pinned = min(self._pinned, self.length)
+        state = EngineState(keys, values, tuple(self._tokens), self._evicted, pinned, self.pinned_angles)
+        return replace(state, keys=tuple(keys), values=tuple(values)) if copy else state
 
     def load(self, state: EngineState) -> None:
-        """Put a saved content back; it must come from the same model and kind of cache."""
+        """Put a saved content back; it must come from the same model, scales and dtype."""
         self._check_fits(state)
         self.reset()
-        for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
-            self._cache.write("k", layer, 0, keys)
-            self._cache.write("v", layer, 0, values)
-        self._evicted = state.evicted
-        self._set_positions()
-        self._tokens = list(state.tokens)
+        try:
+            self._evicted, self._pinned = state.evicted, state.pinned
+            self._set_positions()
+            for part, layers in (("k", state.keys), ("v", state.values)):
+                for layer, rows in enumerate(layers):
+                    self._check_rows(rows, layer, len(state.tokens))
+                    self._cache.write(part, layer, 0, rows)
+            self._tokens = list(state.tokens)
+            if state.evicted and state.pinned_angles != self.pinned_angles:
+                self._run_pinned(state.pinned)
+        except BaseException:
+            self.reset()
+            raise
 
     def reset(self) -> None:
         """Forget everything."""
         self._tokens = []
+        self._pinned = 0
         if self._evicted:
             self._evicted = 0
             self._set_positions()
@@ -253,6 +275,23 @@ class OnnxEngine:
     def _check_fits(self, state: EngineState) -> None:
         if len(state.tokens) > self._kv.capacity:
             raise CacheFull(length=0, tokens=len(state.tokens), capacity=self._kv.capacity)
+        layers = self._spec.num_layers
+        if not len(state.keys) == len(state.values) == layers or not 0 <= state.pinned <= len(state.tokens):
+            raise InvalidOption(
+                f"This is no content of a cache of {layers} layers: {len(state.keys)} layers of keys, "
+                f"{len(state.values)} of values, {state.pinned} of {len(state.tokens)} tokens pinned."
+            )
+        if state.tokens:
+            self._check_ids(state.tokens)
+
+    def _check_rows(self, rows: Array, layer: int, count: int) -> None:
+        shape = (self._spec.num_kv_heads, count, row_items(self._spec, self._kv.dtype))
+        dtype = np.dtype(CACHE_DTYPES[self._kv.dtype])
+        if rows.shape != shape or rows.dtype != dtype:
+            raise InvalidOption(
+                f"Layer {layer} of this content is {rows.dtype} {list(rows.shape)}; "
+                f"this cache holds {dtype} {list(shape)}."
+            )
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         low, high = min(tokens), max(tokens)

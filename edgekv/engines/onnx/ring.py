@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from edgekv.engines.base import EngineState, Logits
+from edgekv.engines.base import EngineState, Logits, PinnedAngles
 from edgekv.engines.onnx.binding import CACHE_DTYPES, Array
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.engines.onnx.native import BLOCK
@@ -126,6 +126,7 @@ class RingEngine(OnnxEngine):
     """OnnxEngine with the native operator; see `edgekv.engines.base.Engine`."""
 
     attention: ClassVar[Literal["native", "gqa"]] = "native"
+    pinned_angles: ClassVar[PinnedAngles] = "own"
     _cache: RingCache
 
     def evict(self, move: Move) -> None:
@@ -135,7 +136,7 @@ class RingEngine(OnnxEngine):
             kept = self.save() if self._evicted and move.start != self._cache.pinned else None
             self._cache.move(move.start, move.start + move.count, move.length - move.start - move.count)
             del self._tokens[move.start : move.start + move.count]
-            self._evicted = self._cache.evicted
+            self._evicted, self._pinned = self._cache.evicted, self._cache.pinned
             if kept is not None:
                 self._pin_anew(move, kept)
         except BaseException:
@@ -153,26 +154,15 @@ class RingEngine(OnnxEngine):
             keys[:, :pinned] = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
         return keys, values
 
-    def save(self) -> EngineState:
-        """A copy of the cache's content, in the order of tokens."""
-        state = super().save()
-        return EngineState(state.keys, state.values, state.tokens, state.evicted, self._cache.pinned)
-
-    def load(self, state: EngineState) -> None:
-        """Put a saved content back; it must come from the same model and kind of cache."""
-        self._check_fits(state)
-        self.reset()
-        self._cache.pinned, self._cache.evicted = state.pinned, state.evicted
-        self._evicted = state.evicted
-        for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
-            self._cache.write("k", layer, 0, keys)
-            self._cache.write("v", layer, 0, values)
-        self._tokens = list(state.tokens)
-
     def reset(self) -> None:
         """Forget everything."""
         self._tokens = []
-        self._evicted = self._cache.evicted = self._cache.pinned = 0
+        self._evicted = self._pinned = 0
+        self._set_positions()
+
+    def _set_positions(self) -> None:
+        """The ring turns with the tokens; there are no tables to make anew."""
+        self._cache.pinned, self._cache.evicted = self._pinned, self._evicted
 
     def _bind_cache(self) -> None:
         self._cache = RingCache(self._spec, self._kv)
