@@ -145,12 +145,12 @@ class AsyncEvents(AsyncIterator[Event]):
             async with asyncio.timeout(self._wait_s):
                 await self._begun.wait()
         except TimeoutError:
-            self._drop()
+            self.drop()
             raise Busy(
                 f"The request has waited {self._wait_s:g} s for its turn: try again later.", full=False
             ) from None
         except asyncio.CancelledError:
-            self._drop()
+            self.drop()
             raise
         if self._refusal is not None:
             raise self._refusal
@@ -160,7 +160,7 @@ class AsyncEvents(AsyncIterator[Event]):
         try:
             item = await self._queue.get()
         except asyncio.CancelledError:
-            self._drop()
+            self.drop()
             raise
         if isinstance(item, Event):
             return item
@@ -169,7 +169,7 @@ class AsyncEvents(AsyncIterator[Event]):
 
     async def aclose(self) -> None:
         """End the answer, and wait until the cache is settled."""
-        self._drop()
+        self.drop()
         await self._settled.wait()
 
     async def __aenter__(self) -> AsyncEvents:
@@ -211,7 +211,7 @@ class AsyncEvents(AsyncIterator[Event]):
         self._begun.set()
         self._settled.set()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Nobody wants the answer any more. If it has not begun it leaves the line now, and never begins."""
         self._unwanted.set()
         if not self.begun:

@@ -118,6 +118,7 @@ class Runtime:
         self.model, self.plan, self.options = model, plan, options
         self._engine: Engine | None = engine
         tokenizer, chat_format = open_text(model)
+        self.template_source = "" if chat_format is None else chat_format.template.source
         self._chat = SharedChat(
             engine, tokenizer, chat_format, model.spec.bos_id if model.description.add_bos else None
         )

@@ -20,7 +20,7 @@ from edgekv.errors import DependencyMissing, EngineError, InvalidOption
 from edgekv.sampling import Constraint, Float32, SamplingOptions
 from edgekv.text.tokenizer import Tokenizer
 
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammars:
@@ -87,7 +87,7 @@ def _from_schema(library: Any, schema: str) -> str:
         raise InvalidOption(f"The JSON schema is not JSON: {error}.") from None
     if not isinstance(parsed, dict | bool):
         raise InvalidOption("The JSON schema is not an object.")
-    text: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE)
+    text: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
     return text
 
 

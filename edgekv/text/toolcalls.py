@@ -1,0 +1,134 @@
+"""Tool calls in a model's text, found while it streams.
+
+Two manners are common, and the template shows which one a model was taught:
+
+    hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them, text around them
+    llama    the whole answer is {"name": "f", "parameters": {...}}, or several joined by ";"
+
+Text is passed on as soon as it cannot be the beginning of a call. What looks like a call and is none (broken JSON, no
+name, a tool that was not offered) is passed on as the text it is: nothing that the model said is ever lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Style = Literal["hermes", "llama"]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call; `arguments` is a JSON object as text, as the model wrote it but for white space."""
+
+    name: str
+    arguments: str
+
+
+class CallParser(Protocol):
+    """Takes an answer's text piece by piece; gives text and calls in order."""
+
+    def put(self, text: str) -> Iterator[str | ToolCall]: ...
+    def close(self) -> Iterator[str | ToolCall]: ...
+
+
+def style_of(template_source: str) -> Style:
+    """The manner that a chat template teaches."""
+    return "hermes" if _OPEN in template_source else "llama"
+
+
+def call_parser(style: Style, names: Collection[str]) -> CallParser:
+    """A parser for one answer. `names` are the tools offered."""
+    return HermesParser(names) if style == "hermes" else LlamaParser(names)
+
+
+class HermesParser:
+    """Calls between tags."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names, self._held, self._inside = names, "", False
+
+    def put(self, text: str) -> Iterator[str | ToolCall]:
+        self._held += text
+        while (at := self._held.find(_CLOSE if self._inside else _OPEN)) >= 0:
+            yield from self._upto(at)
+        if not self._inside:
+            keep = _possible_beginning(self._held, _OPEN)
+            passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            yield from [passed] if passed else []
+
+    def close(self) -> Iterator[str | ToolCall]:
+        held, self._held = self._held, ""
+        if self._inside:  # small models forget the closing tag
+            call = _as_call(held, "arguments", self._names)
+            yield call if call is not None else _OPEN + held
+        elif held:
+            yield held
+
+    def _upto(self, at: int) -> Iterator[str | ToolCall]:
+        """Give what stands before the tag at `at`, and step over the tag."""
+        before, tag = self._held[:at], _CLOSE if self._inside else _OPEN
+        self._held = self._held[at + len(tag) :]
+        if self._inside:
+            call = _as_call(before, "arguments", self._names)
+            yield call if call is not None else _OPEN + before + _CLOSE
+        elif before:
+            yield before
+        self._inside = not self._inside
+
+
+class LlamaParser:
+    """The answer itself is the call."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names, self._held, self._plain = names, "", False
+
+    def put(self, text: str) -> Iterator[str | ToolCall]:
+        self._held += text
+        begins = self._held.lstrip()
+        self._plain = self._plain or (bool(begins) and not begins.startswith("{"))
+        if self._plain:
+            passed, self._held = self._held, ""
+            yield passed
+
+    def close(self) -> Iterator[str | ToolCall]:
+        held, self._held = self._held, ""
+        calls = [_as_call(part, "parameters", self._names) for part in _json_values(held)]
+        if calls and None not in calls:
+            yield from (call for call in calls if call is not None)
+        elif held:
+            yield held
+
+
+def _possible_beginning(text: str, tag: str) -> int:
+    """How many characters at the end of the text may be the beginning of the tag."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-size:])), 0)
+
+
+def _json_values(text: str) -> list[str]:
+    """The JSON values of a text in which they are joined by ";" and white space; [] if that is not what it is."""
+    decoder, parts, rest = json.JSONDecoder(), [], text.strip()
+    while rest:
+        try:
+            _, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return []
+        parts.append(rest[:end])
+        rest = rest[end:].lstrip("; \n\t\r")
+    return parts
+
+
+def _as_call(text: str, arguments_key: str, names: Collection[str]) -> ToolCall | None:
+    """The call that a JSON text is, or None."""
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or data["name"] not in names:
+        return None
+    arguments = data.get(arguments_key, data.get("arguments", {}))
+    return ToolCall(data["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
