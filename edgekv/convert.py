@@ -91,7 +91,7 @@ def convert(
         size = (folder / DATA).stat().st_size
         description = _describe(source, holder, texts, size, _source_hash(source, sha256))
         described = replace(description, name=name or out.name, sampling=sampling or {}, system=system)
-        write_description(folder, described)
+        write_description(folder, replace(described, graph_sha256=sha256_file(folder / GRAPH)))
     return ConvertReport(open_converted(out), time.perf_counter() - started, peak_rss_bytes(), holder.max_error)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from edgekv.errors import BadCheckpoint, ModelNotFound
-from edgekv.files import atomic_file
+from edgekv.files import atomic_file, sha256_file
 from edgekv.model.spec import ModelSpec
 
 FORMAT_VERSION = 1
@@ -41,6 +41,7 @@ class Description:
     scheme: str  # how it is held
     source_sha256: str
     weight_bytes: int  # size of the data file
+    graph_sha256: str = ""  # of the graph that was written; empty: made before edgekv noted it, or another maker's
     bos_token: str = ""
     eos_token: str = ""
     add_bos: bool = False  # whether the tokenizer puts BOS before plain text
@@ -143,6 +144,9 @@ def _check_data(model: ConvertedModel) -> None:
             f"{data} has {size:,} bytes instead of {description.weight_bytes:,}: "
             f"convert the model again, or delete {folder}."
         )
+    graph = folder / GRAPH
+    if description.graph_sha256 and graph.is_file() and sha256_file(graph) != description.graph_sha256:
+        raise BadCheckpoint(f"{graph} is not as edgekv wrote it: convert the model again, or delete {folder}.")
 
 
 def _parse(data: dict[str, Any]) -> Description:
