@@ -122,6 +122,8 @@ class Timeline:
         kept = _common_prefix(self.tokens, tokens[:-1])  # the last token must run, for its logits
         if state.evicted and (pinned != self._pinned or self._thinned_out(len(tokens), kept, state)):
             return fresh
+        if not self.engine.keeps(kept - state.evicted):
+            return fresh
         return replace(fresh, length=kept - state.evicted, evicted=state.evicted)
 
     def _thinned_out(self, prompt: int, kept: int, state: Window) -> bool:

@@ -9,10 +9,12 @@ from pathlib import Path
 from edgekv import device as hardware
 from edgekv.about import about
 from edgekv.device import Device
+from edgekv.engines.onnx import native
 from edgekv.kv.plan import Footprint, Plan, PlanRequest, make_plan
-from edgekv.kv.spec import Granularity, KVDtype
+from edgekv.kv.spec import MIN_CAPACITY, Granularity, KVDtype, KVSpec
 from edgekv.model.catalog import home as cache_home
 from edgekv.model.converted import ConvertedModel
+from edgekv.model.spec import ModelSpec
 from edgekv.text.precheck import Overflow
 from edgekv.units import parse_bytes
 
@@ -46,12 +48,19 @@ def plan_for(model: ConvertedModel, options: LoadOptions) -> Plan:
         MemoryBudgetError, InvalidOption: see `edgekv.kv.plan.make_plan`.
     """
     footprint = Footprint.of(model.spec, model.description.weight_bytes)
-    return make_plan(model.spec, footprint, plan_request(options), budget(options))
+    return make_plan(model.spec, footprint, plan_request(model.spec, options), budget(options))
 
 
-def plan_request(options: LoadOptions) -> PlanRequest:
+def plan_request(spec: ModelSpec, options: LoadOptions) -> PlanRequest:
     """The part of the options that the plan is about."""
-    return PlanRequest(options.kv_dtype, options.granularity, options.context, options.sinks, options.stride)
+    return PlanRequest(
+        options.kv_dtype,
+        options.granularity,
+        options.context,
+        options.sinks,
+        options.stride,
+        rings=native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
+    )
 
 
 def budget(options: LoadOptions) -> int:

@@ -31,10 +31,11 @@ def command(model: str, as_json: bool, **values: Any) -> int:
     """Show what MODEL takes in memory: a model directory, a catalog name, or a config.json (weights are estimated)."""
     options = LoadOptions(**given(LoadOptions, values))
     spec, footprint = _resolve(model, options)
-    request, limit = plan_request(options), budget(options)
+    request, limit = plan_request(spec, options), budget(options)
     plan = make_plan(spec, footprint, request, None if options.context else limit)
     plan = replace(plan, budget_bytes=limit)
-    counts = {dtype: tokens_that_fit(spec, footprint, replace(request, dtype=dtype), limit) for dtype in ALTERNATIVES}
+    requests = {dtype: plan_request(spec, replace(options, kv_dtype=dtype)) for dtype in ALTERNATIVES}
+    counts = {dtype: tokens_that_fit(spec, footprint, request, limit) for dtype, request in requests.items()}
     if as_json:
         render.print_json(render.plan_json(plan, counts))
     else:

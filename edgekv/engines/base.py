@@ -80,8 +80,12 @@ class Engine(Protocol):
     def evict(self, move: Move) -> None:
         """Drop the rows that `move` names. If this fails half-way the cache is reset rather than left inconsistent."""
 
+    def keeps(self, length: int) -> bool:
+        """Whether the cache is still whole when cut back to `length` tokens. A layer that holds only the last tokens of
+        its window cannot be cut back at will: `truncate` then empties the cache, and all is to be read again."""
+
     def truncate(self, length: int) -> None:
-        """Forget the tokens from slot `length` on."""
+        """Forget the tokens from slot `length` on; all of them, if the cache does not keep the others (`keeps`)."""
 
     def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
         """Keys (rotated) and values in slots start .. stop-1, dequantised: two arrays [K, stop-start, D]."""

@@ -1,7 +1,8 @@
 """The memory plan: every byte a line with its formula, and the largest cache that fits a budget.
 
-    cache            2 L K C D x bits / 8           (keys and values; the only line that grows with the capacity,
-    RoPE tables      R x 2 x 4 C D/2 + 24 C D/2      beside the R pairs of tables and the angles they are made from)
+    cache            2 L K C D x bits / 8           (keys and values; with the tables, all that grows with C. Layers
+                                                    with a window may have a ring of R slots: KVSpec.ring_slots)
+    RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      N pairs of tables and the angles they are made from
     weights          what the file holds; the runtime keeps one packed copy and drops the file's pages
     embedding        a tied embedding is read by row and used as the head, which packs a second copy
     workspace        4 T (8 E + 3 F + qkv)           activations of one prefill chunk of T tokens
@@ -63,6 +64,7 @@ class PlanRequest:
     sinks: int | None = None
     stride: int | None = None
     chunk: int = 128  # tokens of one prefill run
+    rings: bool = False  # whether a layer with a window may hold its last tokens only (engines/onnx/ring.py)
     runtime_bytes: int = RUNTIME_BYTES
 
     def __post_init__(self) -> None:
@@ -95,7 +97,7 @@ class Plan:
     @property
     def cache_bytes(self) -> int:
         """Keys and values."""
-        return cache_bytes(self.spec, self.kv.dtype, self.kv.capacity)
+        return sum(line.size_bytes for line in self.lines if line.name.startswith(("cache (", "cache, ")))
 
     @property
     def fits(self) -> bool:
@@ -104,8 +106,20 @@ class Plan:
 
 
 def cache_bytes(spec: ModelSpec, dtype: KVDtype, tokens: int) -> int:
-    """Keys and values of so many tokens: 2 L K C D x bits / 8."""
-    return 2 * spec.num_layers * spec.num_kv_heads * tokens * spec.head_dim * BITS[dtype] // 8
+    """Keys and values of so many tokens in every layer: 2 L K C D x bits / 8."""
+    return slot_bytes(spec, dtype) * spec.num_layers * tokens
+
+
+def slot_bytes(spec: ModelSpec, dtype: KVDtype) -> int:
+    """Keys and values of one token in one layer: 2 K D x bits / 8."""
+    return 2 * spec.num_kv_heads * spec.head_dim * BITS[dtype] // 8
+
+
+def layer_slots(spec: ModelSpec, kv: KVSpec, request: PlanRequest) -> tuple[int, ...]:
+    """Slots of each layer's cache."""
+    if not request.rings:
+        return (kv.capacity,) * spec.num_layers
+    return tuple(kv.ring_slots(window, request.chunk) for window in spec.windows)
 
 
 def make_plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, budget_bytes: int | None) -> Plan:
@@ -140,10 +154,12 @@ def largest_capacity(spec: ModelSpec, footprint: Footprint, request: PlanRequest
     most = max(spec.max_context // CAPACITY_STEP, 1) * CAPACITY_STEP
     if budget_bytes is None:
         return most
-    fixed = _total(spec, footprint, request, MIN_CAPACITY)
-    step = _total(spec, footprint, request, MIN_CAPACITY + CAPACITY_STEP) - fixed
-    steps = max(0, (budget_bytes - fixed) // step)
-    return min(most, MIN_CAPACITY + steps * CAPACITY_STEP)
+    whole = replace(request, rings=False)
+    step = _total(spec, footprint, whole, MIN_CAPACITY + CAPACITY_STEP) - _total(spec, footprint, whole, MIN_CAPACITY)
+    capacity = most  # downwards, because the total falls where a layer's own ring becomes possible
+    while capacity > MIN_CAPACITY and (excess := _total(spec, footprint, request, capacity) - budget_bytes) > 0:
+        capacity -= -(-excess // step) * CAPACITY_STEP  # no step saves more
+    return max(capacity, MIN_CAPACITY)
 
 
 def tokens_that_fit(spec: ModelSpec, footprint: Footprint, request: PlanRequest, budget_bytes: int) -> int:
@@ -158,27 +174,38 @@ def tokens_that_fit(spec: ModelSpec, footprint: Footprint, request: PlanRequest,
 def _plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int, budget_bytes: int | None) -> Plan:
     sinks = min(DEFAULT_SINKS, capacity // 4) if request.sinks is None else request.sinks
     kv = KVSpec(capacity, request.dtype, request.granularity, sinks, request.stride or 0)
-    return Plan(spec, kv, _lines(spec, footprint, request, capacity), budget_bytes)
+    return Plan(spec, kv, _lines(spec, footprint, request, kv), budget_bytes)
 
 
 def _total(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int) -> int:
-    return sum(line.size_bytes for line in _lines(spec, footprint, request, capacity))
+    """Of a cache of any capacity, even one that the request's own sinks and stride do not fit."""
+    stride = min(request.stride or 0, capacity - capacity // 4)
+    kv = KVSpec(capacity, request.dtype, request.granularity, sinks=0, stride=stride)
+    return sum(line.size_bytes for line in _lines(spec, footprint, request, kv))
 
 
-def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int) -> tuple[PlanLine, ...]:
-    half, tables = spec.head_dim // 2, 2 * len(spec.ropes)
+def _cache_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> tuple[PlanLine, ...]:
+    """The cache, and apart from it the layers that hold only a window."""
+    slots = layer_slots(spec, kv, request)
+    size = slot_bytes(spec, kv.dtype)
+    lines = []
+    for count in sorted(set(slots), reverse=True):
+        whole, layers = count == kv.capacity, slots.count(count)
+        formula = f"2 L K {'C' if whole else 'R'} D = 2 x {layers} x {spec.num_kv_heads} x {count} x {spec.head_dim}"
+        name = f"cache ({kv.dtype})" if whole else "cache, own rings"
+        lines.append(PlanLine(name, size * layers * count, f"{formula} of {BITS[kv.dtype]} bits"))
+    return tuple(lines)
+
+
+def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, kv: KVSpec) -> tuple[PlanLine, ...]:
+    half, tables, capacity = spec.head_dim // 2, 2 * len(spec.ropes), kv.capacity
     chunk, estimated = request.chunk, "" if footprint.exact else " (estimated)"
     lines = (
         PlanLine("weights", footprint.weight_bytes, f"packed by the runtime{estimated}"),
         PlanLine(
             "tied embedding", footprint.tied_bytes, f"V E = {spec.vocab_size} x {spec.hidden_size}, mapped for lookup"
         ),
-        PlanLine(
-            f"cache ({request.dtype})",
-            cache_bytes(spec, request.dtype, capacity),
-            f"2 L K C D = 2 x {spec.num_layers} x {spec.num_kv_heads} x {capacity} x {spec.head_dim}"
-            f" of {BITS[request.dtype]} bits",
-        ),
+        *_cache_lines(spec, request, kv),
         PlanLine("cache scales", 8 * spec.num_layers * spec.num_kv_heads * spec.head_dim, "2 L K D x 4 bytes"),
         PlanLine(
             "RoPE tables",

@@ -23,6 +23,9 @@ MIN_CAPACITY = 64
 
 DEFAULT_SINKS = 4
 
+UNDO_TOKENS = 512
+"""What a layer with a window keeps beyond it, for an answer that is taken back: about a long answer's length."""
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -59,6 +62,17 @@ class KVSpec:
                 f"A stride of {self.stride} does not fit a cache of {self.capacity} tokens: "
                 f"1 to {self.capacity - self.max_pinned} tokens may leave at once."
             )
+
+    def ring_slots(self, window: int, chunk: int) -> int:
+        """Slots of a layer whose queries see the last `window` tokens (0: all), where layers may have their own rings.
+
+        Such a ring holds the window, one run of `chunk` tokens, and UNDO_TOKENS to take back. It has no pinned prefix,
+        so no query may see that: not even after the largest eviction, of twice the stride, with the longest prefix.
+        Where that cannot be promised, or nothing is gained, the layer has all C slots.
+        """
+        shortest = self.capacity - self.max_pinned - 2 * self.stride
+        slots = -(-(window + chunk + UNDO_TOKENS) // 16) * 16  # whole blocks (native/kernels.h)
+        return slots if 0 < window <= shortest and slots < self.capacity else self.capacity
 
     @property
     def max_pinned(self) -> int:

@@ -102,6 +102,9 @@ class FakeEngine:
             raise
         self.log.append(("evict", move.count))
 
+    def keeps(self, length: int) -> bool:
+        return 0 <= length <= self.length
+
     def truncate(self, length: int) -> None:
         assert 0 <= length <= self.length
         if length == 0:

@@ -38,7 +38,8 @@ from edgekv.generate import Timeline
 from edgekv.kv.quant import quantize
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.kv.window import Move
-from edgekv.model.spec import ModelSpec, RopeSpec
+from edgekv.model.converted import ConvertedModel
+from edgekv.model.spec import AttentionSpec, ModelSpec, RopeSpec
 
 FLOAT_TOLERANCE = 1e-4
 OPERATOR_TOLERANCE = 1e-3
@@ -554,26 +555,23 @@ def test_an_eviction_moves_nothing(tiny_models: TinyModels, open_native: OpenEng
 
 def _without_pinned_angles(engine: RingEngine) -> None:
     """The pinned queries at their absolute position, as if keys had been left at old angles."""
-    place = engine._place
-
-    def broken(past: int, count: int) -> None:
-        place(past, count)
-        angles = engine._angles[: 4 * count * len(engine._frequencies)].reshape(4, count, -1)
-        angles[2:] = angles[:2]
-
-    engine._place = broken  # type: ignore[method-assign]
+    _break_angles(engine, lambda table: table.__setitem__(slice(2, 4), table[:2]))
 
 
 def _without_evicted(engine: RingEngine) -> None:
     """New tokens at their slot's position instead of an absolute one."""
-    place = engine._place
+    _break_angles(engine, lambda table: table.__setitem__(slice(0, 2), table[2:]))
 
-    def broken(past: int, count: int) -> None:
-        place(past, count)
-        angles = engine._angles[: 4 * count * len(engine._frequencies)].reshape(4, count, -1)
-        angles[:2] = angles[2:]
 
-    engine._place = broken  # type: ignore[method-assign]
+def _break_angles(engine: RingEngine, change: Callable[[Any], None]) -> None:
+    fill = engine._angles[0].fill
+
+    def broken(past: int, evicted: int, count: int) -> Any:
+        table = fill(past, evicted, count)
+        change(table)
+        return table
+
+    engine._angles[0].fill = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("broken", [_without_pinned_angles, _without_evicted])
@@ -586,6 +584,111 @@ def test_the_bounds_catch_wrong_angles(
     errors = relative_errors(run(engine, ids)[0], reference(tiny_models, "llama", 64, 8, 4).run(ids))
     assert errors[:64].max() < FLOAT_TOLERANCE
     assert errors[64:].mean() > 30 * FLOAT_TOLERANCE
+
+
+# ---- layers with a window -------------------------------------------------------------------------------------------
+
+
+def windowed(tiny_models: TinyModels) -> ConvertedModel:
+    """Tiny Llama whose second layer sees 40 tokens with a RoPE of its own, with a softcap and a scale."""
+    model = tiny_models.converted("llama")
+    attention = AttentionSpec(scale=0.2, softcap=20.0, windows=(0, 40))
+    spec = replace(model.spec, attention=attention, local_rope=RopeSpec(theta=1000.0))
+    return replace(model, description=replace(model.description, spec=spec))
+
+
+@pytest.fixture
+def open_pair(tiny_models: TinyModels, open_native: OpenEngine) -> Callable[..., list[RingEngine]]:
+    """The same cache twice: every layer with all slots, and the second layer with a ring of its own."""
+
+    def open_both(dtype: KVDtype, capacity: int = 768) -> list[RingEngine]:
+        model, scales = windowed(tiny_models), scales_for(tiny_models, "llama", dtype)
+        scales = scales and replace(scales, fingerprint=model.fingerprint)
+        engines = []
+        for ring in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                if not ring:
+                    patch.setattr(KVSpec, "ring_slots", lambda self, window, chunk: self.capacity)
+                engine = open_native(model, KVSpec(capacity, dtype), scales, chunk=16)
+            assert isinstance(engine, RingEngine)
+            assert engine._cache.own_ring(1) is ring
+            assert not engine._cache.own_ring(0)
+            engines.append(engine)
+        return engines
+
+    return open_both
+
+
+@pytest.mark.parametrize("dtype", ["float", "int8"])
+def test_a_ring_of_its_own_changes_nothing(open_pair: Callable[..., list[RingEngine]], dtype: KVDtype) -> None:
+    """Through evictions, cuts, a saved state and another pinned prefix: the logits are as with all slots."""
+    ids = random_ids(1600)
+    whole, ring = open_pair(dtype)
+
+    def same(step: Callable[[OnnxEngine], Any]) -> None:
+        found, wanted = step(ring), step(whole)
+        if found is not None:
+            tolerance = FLOAT_TOLERANCE if dtype == "float" else 0.05  # a code rounded to its neighbour
+            assert relative_errors(found[None], wanted[None]).max() < tolerance
+
+    same(lambda engine: run(engine, ids[:1500], 30)[0][-1])
+    assert ring.evicted > 600
+    assert ring._cache.first(1) > 0
+    same(lambda engine: engine.truncate(engine.length - 100))
+    same(lambda engine: engine.forward(ids[1500:1580]))
+    state = ring.save()
+    assert state.keys[1].shape[1] < state.keys[0].shape[1] == ring.length
+    ring.reset()
+    ring.load(state)
+    same(lambda engine: engine.forward(ids[1580:1590]))
+    same(lambda engine: engine.evict(Move(50, 60, engine.length)))  # a longer pinned prefix: its tokens run again
+    same(lambda engine: engine.forward(ids[1590:1600]))
+
+
+def test_a_ring_says_what_it_no_longer_keeps(open_pair: Callable[..., list[RingEngine]]) -> None:
+    """A cut further back than its rows reach empties the cache, and the timeline reads the prompt again."""
+    ids = random_ids(760)
+    for engine, kept in zip(open_pair("float"), (True, False), strict=True):
+        timeline = run(engine, ids)[1]
+        assert engine.keeps(len(ids) - 400)
+        assert engine.keeps(200) is kept
+        assert engine.keeps(0)
+        assert not engine.keeps(len(ids) + 1)
+        other = [*ids[:200], *random_ids(20, seed=5)]
+        assert timeline.rewind(other, 0) == (200 if kept else 0)
+        assert engine.length == (200 if kept else 0)
+        engine.forward(other[engine.length :])
+        engine.truncate(0)
+        engine.forward(ids)
+        engine.truncate(200)
+        assert engine.length == (200 if kept else 0)
+
+
+def test_an_eviction_into_the_pinned_prefix_is_refused(open_pair: Callable[..., list[RingEngine]]) -> None:
+    """A ring of its own has no pinned rows, so a window must not reach them. No timeline asks for it."""
+    whole, ring = open_pair("float")
+    for engine in (whole, ring):
+        engine.forward(random_ids(600))
+    whole.evict(Move(4, 580, 600))
+    with pytest.raises(InvalidOption, match="window"):
+        ring.evict(Move(4, 580, 600))
+    assert ring.length == 600
+
+
+@pytest.mark.parametrize(
+    ("capacity", "window", "stride", "slots"),
+    [
+        (32768, 512, 0, 512 + 128 + 512),
+        (32768, 500, 0, 1152),  # whole blocks
+        (32768, 0, 0, 32768),
+        (1024, 512, 0, 1024),  # nothing to gain
+        (8192, 4096, 0, 4736),
+        (8192, 4097, 0, 8192),  # an eviction could bring the pinned prefix into sight
+        (8192, 512, 4000, 8192),
+    ],
+)
+def test_slots_of_a_ring(capacity: int, window: int, stride: int, slots: int) -> None:
+    assert KVSpec(capacity, stride=stride).ring_slots(window, 128) == slots
 
 
 # ---- which operator is chosen ---------------------------------------------------------------------------------------
@@ -634,8 +737,9 @@ def test_the_instruction_set_has_a_name() -> None:
 
 def test_the_graph_has_no_output_for_the_cache(tiny_models: TinyModels) -> None:
     """Nothing but logits comes out, so nothing of the cache can be copied."""
-    model = onnx.load(tiny_models.converted("llama").folder / "model.onnx", load_external_data=False)
-    adapt.set_native_attention(model)
+    converted = tiny_models.converted("llama")
+    model = onnx.load(converted.folder / "model.onnx", load_external_data=False)
+    adapt.set_native_attention(model, converted.spec)
     assert [value.name for value in model.graph.output] == ["check", "logits"]
     kinds = {node.op_type for node in model.graph.node}
     assert "CachedAttention" in kinds

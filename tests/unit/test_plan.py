@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from edgekv.errors import InvalidOption, MemoryBudgetError, UnsupportedModel
 from edgekv.kv.plan import Footprint, Plan, PlanRequest, cache_bytes, largest_capacity, make_plan
 from edgekv.kv.spec import BITS, KV_DTYPES, MIN_CAPACITY, KVSpec
-from edgekv.model.spec import ModelSpec
+from edgekv.model.spec import AttentionSpec, ModelSpec
 from edgekv.units import GIB, KIB, MIB, parse_bytes
 
 
@@ -279,3 +280,35 @@ def test_defaults() -> None:
     assert (spec.sinks, spec.stride, spec.dtype, spec.granularity) == (4, 128, "int8", "channel")
     assert plan_of(SMALL, context=64).kv == KVSpec(64)
     assert plan_of(SMALL, context=64).kv.stride == 8
+
+
+GEMMA = ModelSpec(
+    "gemma3", 18, 640, 2048, 4, 1, 256, 262144, 32768, attention=AttentionSpec(windows=(512, 512, 512, 512, 512, 0) * 3)
+)
+
+
+def test_layers_with_a_window_keep_rings_of_their_own() -> None:
+    """Gemma 3 270M at 32k: three layers of 18 hold everything, the others 512 tokens, a run, and some to take back."""
+    rings, whole = (plan_of(GEMMA, context=32768, rings=rings) for rings in (True, False))
+    assert whole.cache_bytes == 2 * 18 * 32768 * 256
+    assert rings.cache_bytes == 2 * 256 * (3 * 32768 + 15 * (512 + 128 + 512))
+    assert [line.name for line in rings.lines if "cache" in line.name] == [
+        "cache (int8)",
+        "cache, own rings",
+        "cache scales",
+    ]
+    assert whole.total_bytes - rings.total_bytes == whole.cache_bytes - rings.cache_bytes
+
+
+@pytest.mark.parametrize("budget_mib", [350, 363, 371, 400, 450, 500, 600])
+@pytest.mark.parametrize("rings", [False, True])
+def test_the_largest_capacity_is_found_though_the_total_falls_in_between(budget_mib: int, rings: bool) -> None:
+    """Where a layer's own ring becomes possible more tokens take less memory: every capacity is tried here."""
+    request = PlanRequest(rings=rings)
+    footprint, budget = Footprint.estimate(GEMMA), budget_mib * MIB
+    fitting = []
+    for capacity in range(64, GEMMA.max_context + 1, 64):
+        with contextlib.suppress(MemoryBudgetError):
+            make_plan(GEMMA, footprint, replace(request, context=capacity), budget)
+            fitting.append(capacity)
+    assert largest_capacity(GEMMA, footprint, request, budget) == max(fitting, default=64)

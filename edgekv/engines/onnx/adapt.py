@@ -13,6 +13,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from edgekv.kv.spec import BITS, Granularity, KVDtype
+from edgekv.model.spec import ModelSpec
 
 _TENSOR_TYPES = {
     "int8": TensorProto.INT8,
@@ -76,33 +77,43 @@ def set_half_attention(model: onnx.ModelProto) -> None:
     model.graph.node.extend(reordered)
 
 
-def set_native_attention(model: onnx.ModelProto) -> None:
+def set_native_attention(model: onnx.ModelProto, spec: ModelSpec) -> None:
     """Replace every GroupQueryAttention over packed QKV by edgekv's CachedAttention, in place, after `set_cache`.
 
     The cache stops being an output: the operator writes into its input. `state` (int64 [4]: cached before, evicted,
-    pinned, capacity) and `angles` ([4, T, D/2]: cos and sin at absolute positions, and less the evicted tokens) are
-    inputs that all layers share; scales are one input a layer, [2, K, D].
+    pinned, capacity) is an input that all layers share, `angles.i` ([4, T, D/2]: cos and sin at absolute positions, and
+    less the evicted tokens) one that all layers with the rotary embedding `spec.ropes[i]` share; scales are one input a
+    layer, [2, K, D].
     """
     for layer, node in enumerate(attention_nodes(model)):
         quantised = len(node.input) > _KEY_SCALE
-        scale = next((a.f for a in node.attribute if a.name == "scale"), 0.0)  # 0: the square root of the head size
-        sizes = {a.name: a.i for a in node.attribute if a.name in ("num_heads", "kv_num_heads")}
+        scale = next((a.f for a in node.attribute if a.name == "scale"), spec.attention.scale)  # 0: 1 / sqrt(D)
+        sizes = {"num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads, "window": spec.windows[layer]}
         packed, keys, values, attended = node.input[0], node.input[3], node.input[4], node.output[0]
         _drop_scales(model, layer, node)
-        inputs = [packed, keys, values, "state", "angles"]
+        rope = spec.rope_layers[layer]
+        inputs = [packed, keys, values, "state", "" if rope < 0 else f"angles.{rope}"]
         if quantised:
             inputs.append(f"scales.{layer}")
-            shape = [2, sizes["kv_num_heads"], "D"]
+            shape = [2, spec.num_kv_heads, "D"]
             model.graph.input.append(helper.make_tensor_value_info(inputs[-1], TensorProto.FLOAT, shape))
         node.CopyFrom(
             helper.make_node(
-                "CachedAttention", inputs, [attended], name=node.name, domain=NATIVE_DOMAIN, scale=scale, **sizes
+                "CachedAttention",
+                inputs,
+                [attended],
+                name=node.name,
+                domain=NATIVE_DOMAIN,
+                scale=scale,
+                softcap=spec.attention.softcap,
+                **sizes,
             )
         )
     _keep(model.graph.output, lambda name: not name.startswith("present_"))
     _keep(model.graph.input, lambda name: not name.startswith(("cos", "sin")))
     model.graph.input.append(helper.make_tensor_value_info("state", TensorProto.INT64, [4]))
-    model.graph.input.append(helper.make_tensor_value_info("angles", TensorProto.FLOAT, [4, "T", "D/2"]))
+    for rope in sorted(set(spec.rope_layers) - {-1}):
+        model.graph.input.append(helper.make_tensor_value_info(f"angles.{rope}", TensorProto.FLOAT, [4, "T", "D/2"]))
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
 
 

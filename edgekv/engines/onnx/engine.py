@@ -145,11 +145,15 @@ class OnnxEngine:
             self.reset()
             raise
 
+    def keeps(self, length: int) -> bool:
+        """Whether the cache is whole when cut back to `length` tokens: always, where each has its row."""
+        return 0 <= length <= self.length
+
     def truncate(self, length: int) -> None:
-        """Forget the tokens from slot `length` on."""
+        """Forget the tokens from slot `length` on; all of them, if the others are not kept."""
         if not 0 <= length <= self.length:
             raise InvalidOption(f"Cannot truncate to {length}: the cache holds {self.length} tokens.")
-        if length == 0:
+        if length == 0 or not self.keeps(length):
             self.reset()
         else:
             del self._tokens[length:]
@@ -178,8 +182,7 @@ class OnnxEngine:
             self._set_positions()
             for part, layers in (("k", state.keys), ("v", state.values)):
                 for layer, rows in enumerate(layers):
-                    self._check_rows(rows, layer, len(state.tokens))
-                    self._cache.write(part, layer, 0, rows)
+                    self._put_back(part, layer, rows, len(state.tokens))
             self._tokens = list(state.tokens)
             if state.evicted and state.pinned_angles != self.pinned_angles:
                 self._run_pinned(state.pinned)
@@ -283,6 +286,11 @@ class OnnxEngine:
             )
         if state.tokens:
             self._check_ids(state.tokens)
+
+    def _put_back(self, part: str, layer: int, rows: Array, count: int) -> None:
+        """Write the rows of `count` tokens."""
+        self._check_rows(rows, layer, count)
+        self._cache.write(part, layer, 0, rows)
 
     def _check_rows(self, rows: Array, layer: int, count: int) -> None:
         shape = (self._spec.num_kv_heads, count, row_items(self._spec, self._kv.dtype))
@@ -406,7 +414,7 @@ def _other_graph(model: ConvertedModel, kv: KVSpec, options: OnnxOptions, attent
     if options.half:
         adapt.set_half_attention(graph)
     if attention == "native":
-        adapt.set_native_attention(graph)
+        adapt.set_native_attention(graph, model.spec)
     return bytes(graph.SerializeToString())
 
 

@@ -55,18 +55,7 @@ def refusal(spec: ModelSpec, kv: KVSpec, device: str, *, half: bool = False) -> 
         return f"it has no {kv.dtype} cache (it has {' and '.join(DTYPES)})"
     if spec.head_dim % BLOCK or spec.head_dim > MAX_HEAD_DIM:
         return f"the head size {spec.head_dim} is not a multiple of {BLOCK} up to {MAX_HEAD_DIM}"
-    return _attention_refusal(spec) or unavailable()
-
-
-def _attention_refusal(spec: ModelSpec) -> str | None:
-    """What the model's attention needs and the operator does not have."""
-    if any(spec.windows):
-        return "it has no layers with a window"
-    if spec.attention.scale or spec.attention.softcap:
-        return "it has no scale or softcap of its own"
-    if set(spec.rope_layers) != {0}:
-        return "it turns all layers by the same angles"
-    return None
+    return unavailable()
 
 
 @cache
