@@ -16,7 +16,7 @@ from edgekv.errors import EdgeKVError
 
 COMMANDS = {
     "chat": "Chat with a model in the terminal.",
-    "serve": "Serve OpenAI's interface on this machine.",
+    "serve": "Serve a chat page and OpenAI's interface on this machine.",
     "pull": "Download a model.",
     "convert": "Make a model directory from a GGUF file or safetensors.",
     "calibrate": "Measure the KV cache's scales.",

@@ -23,7 +23,7 @@ KEY_VARIABLE = "EDGEKV_API_KEY"
 @options_of(ServeOptions)
 @options_of(LoadOptions, unset=True)
 def command(model: str, **values: Any) -> None:
-    """Serve MODEL on this machine: OpenAI's interface below /v1, for clients that exist already.
+    """Serve MODEL on this machine: a chat page at /, and OpenAI's interface below /v1 for clients that exist already.
 
     One answer is made at a time; requests wait in line.
     """

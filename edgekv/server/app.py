@@ -23,6 +23,7 @@ from edgekv.server.answers import CLIENT_GONE, Answer
 from edgekv.server.guard import Guard
 from edgekv.server.metrics import Metrics
 from edgekv.server.options import ServeOptions
+from edgekv.server.page import page_routes
 from edgekv.server.problems import Problem, problem_of
 from edgekv.server.replies import ChatShape, Shape, TextShape
 from edgekv.server.requests import Call, chat_call, read_json, text_call
@@ -160,6 +161,7 @@ def make_app(runtime: AsyncRuntime, options: ServeOptions) -> Starlette:
         Route("/v1/state", service.state),
         Route("/health", service.health),
         Route("/metrics", service.prometheus),
+        *page_routes(),
     ]
     handlers: Any = {Problem: _problem, HTTPException: _http_problem, Exception: _bug, ClientDisconnect: _gone}
     middleware = [Middleware(Guard, options=options)]
