@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgekv import device as hardware
+from edgekv.engines import Choice, choose
 from edgekv.engines.base import Engine
 from edgekv.errors import BadCheckpoint, InvalidOption
 from edgekv.generate import Event, Finished
 from edgekv.kv.plan import Plan
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVSpec
+from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.converted import TEMPLATE, TOKENIZER, ConvertedModel
 from edgekv.options import LoadOptions, home_of, plan_for
-from edgekv.prepare import Progress, find_scales, prepare
+from edgekv.prepare import Progress, find_scales, prepare, published_source
 from edgekv.sampling import SamplingOptions
 from edgekv.session import Chat, Events, Session
 from edgekv.sharing import SharedChat
@@ -42,6 +43,7 @@ from edgekv.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from edgekv.engines.onnx.engine import OnnxOptions
+    from edgekv.engines.torch.engine import TorchOptions
 
 OnEvent = Callable[[Event], object]
 """Is called with each event of an answer; an exception from it ends the answer and is raised."""
@@ -56,7 +58,7 @@ def load(model: str | os.PathLike[str], **options: Any) -> Runtime:
     Args:
         model: what to load; it is downloaded and converted the first time.
         options: fields of `LoadOptions`: memory, context, kv_dtype, granularity, sinks, stride, overflow, scales,
-            device, threads, home.
+            device, engine, threads, home.
 
     Raises:
         InvalidOption: an unknown option or value. MemoryBudgetError: it does not fit. ScalesError: it has no KV scales
@@ -72,27 +74,71 @@ def load(model: str | os.PathLike[str], **options: Any) -> Runtime:
 
 def open_runtime(model: ConvertedModel, options: LoadOptions) -> Runtime:
     """Plan, find the scales and open the engine."""
-    from edgekv.engines.onnx.engine import check_combination
-
     plan = plan_for(model, options)
-    check_combination(plan.kv, engine_options(options))
+    check_combination(plan.kv, options)
     path = None if options.scales is None else Path(options.scales)
     scales = find_scales(model, options.kv_dtype, options.granularity, path)
     return Runtime(model, plan, open_engine(model, plan.kv, scales, options), options)
 
 
+def choose_engine(options: LoadOptions, dtype: KVDtype | None = None) -> Choice:
+    """Which engine serves these options, and why. dtype: of the cache, where it is another than the options'."""
+    return choose(options.engine, options.device, dtype or options.kv_dtype)
+
+
+def check_combination(kv: KVSpec, options: LoadOptions) -> None:
+    """Refuse what the chosen engine does not run, before anything is loaded.
+
+    Raises:
+        InvalidOption, UnsupportedModel, DependencyMissing: says what to use instead.
+    """
+    if choose_engine(options, kv.dtype).name == "torch":
+        from edgekv.engines.torch import engine as torch_engine
+
+        torch_engine.check_combination(kv, torch_options(options))
+    else:
+        from edgekv.engines.onnx import engine as onnx_engine
+
+        onnx_engine.check_combination(kv, onnx_options(options))
+
+
 def open_engine(model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: LoadOptions) -> Engine:
-    """The onnx engine for this cache."""
+    """The engine for this cache."""
+    if choose_engine(options, kv.dtype).name == "torch":
+        return _open_torch(model, kv, scales, options)
     from edgekv.engines.onnx.engine import open_engine
 
-    return open_engine(model, kv, scales, engine_options(options))
+    return open_engine(model, kv, scales, onnx_options(options))
 
 
-def engine_options(options: LoadOptions) -> OnnxOptions:
-    """The part of the options that is the engine's."""
+def _open_torch(model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: LoadOptions) -> Engine:
+    """The torch engine reads the published weights and holds them as the conversion did."""
+    from edgekv.convert import reopen
+    from edgekv.engines.torch.engine import open_engine
+    from edgekv.engines.torch.loader import Published
+
+    path = published_source(model, home_of(options))
+    source, matrix = reopen(model, path)
+    return open_engine(Published(path, source, matrix), model.fingerprint, kv, scales, torch_options(options))
+
+
+def onnx_options(options: LoadOptions) -> OnnxOptions:
+    """The part of the options that is the onnx engine's."""
     from edgekv.engines.onnx.engine import OnnxOptions
 
-    return OnnxOptions(threads=options.threads or hardware.physical_cores(), device=options.device)
+    return OnnxOptions(threads=threads_of(options), device=options.device)
+
+
+def torch_options(options: LoadOptions) -> TorchOptions:
+    """The part of the options that is the torch engine's."""
+    from edgekv.engines.torch.engine import TorchOptions
+
+    return TorchOptions(threads=threads_of(options), device=options.device)
+
+
+def threads_of(options: LoadOptions) -> int:
+    """CPU threads."""
+    return options.threads or hardware.physical_cores()
 
 
 def open_text(model: ConvertedModel) -> tuple[Tokenizer, ChatFormat | None]:
@@ -128,6 +174,11 @@ class Runtime:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def engine_choice(self) -> Choice:
+        """Which engine runs, and why."""
+        return choose_engine(self.options)
 
     @property
     def sampling(self) -> SamplingOptions:

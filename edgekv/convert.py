@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from edgekv.errors import InvalidOption
+from edgekv.errors import BadCheckpoint, InvalidOption
 from edgekv.files import atomic_directory, sha256_file
 from edgekv.holding import ConvertOptions, Holding, scheme_name
 from edgekv.model.converted import (
@@ -82,8 +83,9 @@ def convert(
         raise InvalidOption(
             f"{source_path} lies in {out}, which would be replaced: choose another place for the output."
         )
+    options = options or ConvertOptions()
     source = open_source(source_path)
-    holder = _Holder(source, options or ConvertOptions())
+    holder = _Holder(source, options)
     with atomic_directory(out) as folder:
         texts = source.tokenizer()
         _write_text_files(texts, folder)
@@ -91,8 +93,29 @@ def convert(
         size = (folder / DATA).stat().st_size
         description = _describe(source, holder, texts, size, _source_hash(source, sha256))
         described = replace(description, name=name or out.name, sampling=sampling or {}, system=system)
-        write_description(folder, replace(described, graph_sha256=sha256_file(folder / GRAPH)))
+        made_from = replace(described, source=str(source_path.resolve()), holding=_changes(options))
+        write_description(folder, replace(made_from, graph_sha256=sha256_file(folder / GRAPH)))
     return ConvertReport(open_converted(out), time.perf_counter() - started, peak_rss_bytes(), holder.max_error)
+
+
+def reopen(model: ConvertedModel, source_path: Path) -> tuple[WeightSource, Callable[[str], Held]]:
+    """What a model was converted from, and a function that gives each of its matrices as the model holds it.
+
+    Raises:
+        BadCheckpoint: these are other weights. ModelNotFound: there are none.
+    """
+    source = open_source(source_path)
+    if _source_hash(source, sha256_file) != model.description.source_sha256:
+        raise BadCheckpoint(
+            f"{source_path} holds other weights than {model.folder} was made from: convert the model again."
+        )
+    rules = Holding(source.quantised, ConvertOptions(**model.description.holding))
+    return source, lambda name: rules.hold(name, source.matrix(name))[0]
+
+
+def _changes(options: ConvertOptions) -> dict[str, Any]:
+    """The options that are not at their defaults."""
+    return {name: value for name, value in vars(options).items() if value != getattr(ConvertOptions(), name)}
 
 
 def peak_rss_bytes() -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from edgekv import device as hardware
 from edgekv.about import about
 from edgekv.device import Device
+from edgekv.engines import EngineName
 from edgekv.engines.onnx import native
 from edgekv.kv.plan import Footprint, Plan, PlanRequest, make_plan
 from edgekv.kv.spec import MIN_CAPACITY, Granularity, KVDtype, KVSpec
@@ -32,6 +33,7 @@ class LoadOptions:
     overflow: Overflow = about("What happens when a prompt does not fit.", default="error")
     scales: str | os.PathLike[str] | None = about("KV scales file. Default: the one in the model's folder.")
     device: Device = about("Where it runs.", default="cpu")
+    engine: EngineName = about("What computes: onnx, or torch (an extra). Default: what serves best.", default="auto")
     threads: int = about("CPU threads; 0 is one a core.", default=0)
     home: str | os.PathLike[str] | None = about("Cache folder. Default: EDGEKV_HOME, or the user's cache folder.")
 

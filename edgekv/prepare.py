@@ -70,11 +70,32 @@ def find_scales(
     Raises:
         ScalesError: there are none, or they do not fit. Scale 1.0 is never assumed.
     """
-    if dtype == "float":
+    if dtype in ("float", "fp16"):
         return None
     scales = read_scales(path or model.folder / scales_name(dtype, granularity))
     scales.check(model.spec, model.fingerprint, dtype, granularity)
     return scales
+
+
+def published_source(model: ConvertedModel, home: Path) -> Path:
+    """The checkpoint that a model was converted from.
+
+    Raises:
+        ModelNotFound: it is not where it was.
+    """
+    description = model.description
+    places = [Path(description.source)] if description.source else []
+    if description.name in catalog.names():
+        entry = catalog.entry(description.name)
+        places.append(home / "sources" / entry.name / entry.file.name)
+    for path in places:
+        if path.exists():
+            return path
+    where = f" (not at {' nor at '.join(map(str, places))})" if places else ""
+    raise ModelNotFound(
+        f"The torch engine reads the published weights, and those of {description.name} are not here{where}: pull or "
+        "convert the model again, or use --engine onnx."
+    )
 
 
 def _prepare_pulled(target: str, home: Path, watch: Watch) -> ConvertedModel:

@@ -14,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from edgekv.engines.onnx.engine import OnnxEngine
+    from edgekv.engines.torch.engine import TorchEngine
     from edgekv.model.converted import ConvertedModel
 
 DATA = Path(__file__).parent / "data"
@@ -81,6 +82,22 @@ def open_onnx(attention: str) -> Iterator[Callable[..., OnnxEngine]]:
         if options["attention"] == "native" and refusal:
             pytest.skip(refusal)
         opened.append(open_test_engine(*arguments, **options))
+        return opened[-1]
+
+    yield open_one
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture
+def open_torch() -> Iterator[Callable[..., TorchEngine]]:
+    """`helpers.torch_engines.open_torch_engine`; what it opened is closed after the test."""
+    from helpers.torch_engines import open_torch_engine
+
+    opened: list[TorchEngine] = []
+
+    def open_one(*arguments: Any, **options: Any) -> TorchEngine:
+        opened.append(open_torch_engine(*arguments, **options))
         return opened[-1]
 
     yield open_one

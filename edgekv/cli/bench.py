@@ -21,14 +21,14 @@ from edgekv.units import format_bytes
 @options_of(LoadOptions, leave_out=("overflow",), unset=True)
 def command(model: str, **values: Any) -> None:
     """Speed of MODEL at several lengths of the cache, beside what memory allows here. The last line is JSON."""
-    from edgekv.api import engine_options
+    from edgekv.api import threads_of
     from edgekv.bench import bench
 
     options = BenchOptions(**given(BenchOptions, values))
     load = LoadOptions(**given(LoadOptions, values))
     with ready_runtime(model, load) as runtime, render.progress_bar() as progress:
         engine = runtime.chat_state.timeline.engine
-        report = bench(runtime.model, engine, engine_options(load).threads, options, progress)
+        report = bench(runtime.model, engine, threads_of(load), options, progress)
     _print(report)
 
 

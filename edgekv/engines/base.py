@@ -15,6 +15,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.errors import CacheFull, InvalidOption
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec
@@ -103,3 +104,55 @@ class Engine(Protocol):
 
     def reset(self) -> None: ...
     def close(self) -> None: ...
+
+
+def check_room(tokens: Sequence[int], length: int, capacity: int) -> None:
+    """Refuse to run nothing, or more than fits behind `length` filled slots.
+
+    Raises:
+        InvalidOption, CacheFull: see Engine.forward.
+    """
+    if not tokens:
+        raise InvalidOption("There is nothing to run: forward needs at least one token.")
+    if len(tokens) > capacity - length:
+        raise CacheFull(length=length, tokens=len(tokens), capacity=capacity)
+
+
+def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids outside of the vocabulary."""
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidOption(f"Token {bad} is outside the vocabulary of {vocab_size}.")
+
+
+def check_move(move: Move, length: int) -> None:
+    """Refuse an eviction that was planned for another cache, or that drops nothing or more than there is."""
+    if move.length != length or not 0 < move.count <= move.length - move.start:
+        raise InvalidOption(f"{move} does not fit a cache that holds {length} tokens.")
+
+
+def check_state(state: EngineState, spec: ModelSpec, capacity: int) -> None:
+    """Refuse a saved content of more tokens than there are slots, or of another model.
+
+    Raises:
+        CacheFull, InvalidOption: see Engine.load.
+    """
+    if len(state.tokens) > capacity:
+        raise CacheFull(length=0, tokens=len(state.tokens), capacity=capacity)
+    layers = spec.num_layers
+    if not len(state.keys) == len(state.values) == layers or not 0 <= state.pinned <= len(state.tokens):
+        raise InvalidOption(
+            f"This is no content of a cache of {layers} layers: {len(state.keys)} layers of keys, "
+            f"{len(state.values)} of values, {state.pinned} of {len(state.tokens)} tokens pinned."
+        )
+    if state.tokens:
+        check_ids(state.tokens, spec.vocab_size)
+
+
+def check_rows(rows: Rows, layer: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> None:
+    """Refuse a layer's saved rows of another shape or dtype."""
+    if rows.shape != shape or rows.dtype != dtype:
+        raise InvalidOption(
+            f"Layer {layer} of this content is {rows.dtype} {list(rows.shape)}; this cache holds {dtype} {list(shape)}."
+        )

@@ -49,6 +49,8 @@ class Description:
     system: str = ""  # the system prompt of `edgekv chat`, unless another is given
     graph: str = ""  # another maker's graph, run where it lies; empty: the one in this folder
     graph_files: dict[str, list[int]] = field(default_factory=dict)  # its files there: size, time of change in ns
+    source: str = ""  # where the published weights were; the torch engine reads them again
+    holding: dict[str, Any] = field(default_factory=dict)  # ConvertOptions that are not at their defaults
 
     @property
     def fingerprint(self) -> str:

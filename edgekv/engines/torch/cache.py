@@ -1,0 +1,123 @@
+"""RingCache: keys and values of all layers in two tensors, written in place; an eviction moves nothing.
+
+    slots     0 .. S-1         S .. C-1
+              pinned prefix    ring: token n >= S (counted from the very first) in slot S + (n - S) mod (C - S)
+
+Rows are asked for by *place*: 0 .. length-1, the pinned prefix first, then the window, oldest first. Place j of the
+window is token j + evicted. Where the pinned prefix ends is known from the first eviction on; before it, nothing has
+wrapped round and S is 0. How the keys' angles follow from this is said in attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from edgekv.kv.scales import KVScales
+from edgekv.kv.spec import KVDtype, KVSpec
+from edgekv.model.spec import ModelSpec
+
+Rows = npt.NDArray[Any]
+
+STORED: dict[KVDtype, torch.dtype] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp16": torch.float16,
+    "float": torch.float32,
+}
+"""How a row's numbers are stored."""
+
+_AS_BYTES = (torch.float8_e4m3fn,)  # numpy has no such type: rows travel as their bytes
+
+
+@dataclass
+class Place:
+    """Where the next run's tokens go. Python integers for the host, the same in a tensor for kernels.
+
+    Attributes:
+        past: filled slots before the run. evicted: tokens that have left. pinned: S. capacity: C.
+        state: [4] int32 on the cache's device: past, evicted, pinned, capacity.
+    """
+
+    capacity: int
+    state: Tensor
+    past: int = 0
+    evicted: int = 0
+    pinned: int = 0
+
+    def set(self, past: int) -> None:
+        """The next run comes after `past` slots; copies four integers to the device."""
+        self.past = past
+        self.state.copy_(torch.tensor([past, self.evicted, self.pinned, self.capacity], dtype=torch.int32))
+
+    def slots(self, start: int, stop: int) -> Tensor:
+        """The slots of places start .. stop-1, [stop-start] int64 on the cache's device."""
+        places = torch.arange(start, stop, device=self.state.device)
+        ring = self.pinned + (places - self.pinned + self.evicted) % (self.capacity - self.pinned)
+        return torch.where(places < self.pinned, places, ring)
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """One layer's part of the cache.
+
+    Attributes:
+        keys, values: [K, C, D] as stored. k_scale, v_scale: [K, D] float32, or None where nothing is scaled.
+    """
+
+    keys: Tensor
+    values: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+class RingCache:
+    """The rows of all layers, allocated once."""
+
+    def __init__(self, spec: ModelSpec, kv: KVSpec, scales: KVScales | None, device: torch.device) -> None:
+        shape = (spec.num_layers, spec.num_kv_heads, kv.capacity, spec.head_dim)
+        self._parts = {part: torch.zeros(shape, dtype=STORED[kv.dtype], device=device) for part in "kv"}  # [L, K, C, D]
+        self._scales: dict[str, Tensor] | None = None  # each [L, K, D]
+        if scales is not None:
+            self._scales = {"k": torch.tensor(scales.k, device=device), "v": torch.tensor(scales.v, device=device)}
+        self.place = Place(kv.capacity, torch.zeros(4, dtype=torch.int32, device=device))
+
+    def layer(self, index: int) -> LayerRows:
+        """Views of one layer."""
+        scales = [None, None] if self._scales is None else [self._scales[part][index] for part in "kv"]
+        return LayerRows(self._parts["k"][index], self._parts["v"][index], *scales)
+
+    def read(self, part: str, layer: int, start: int, stop: int) -> Rows:
+        """A copy of the rows in places start .. stop-1 as stored, [K, stop-start, D]; FP8 as bytes."""
+        rows = _bytes_of(self._parts[part][layer])[:, self.place.slots(start, stop)]
+        return np.asarray(rows.cpu().numpy())
+
+    def write(self, part: str, layer: int, start: int, rows: Rows) -> None:
+        """Overwrite the rows from place `start` on with stored ones."""
+        target = _bytes_of(self._parts[part][layer])
+        slots = self.place.slots(start, start + rows.shape[1])
+        target[:, slots] = torch.from_numpy(np.ascontiguousarray(rows)).to(target.device)
+
+    def floats(self, part: str, layer: int, start: int, stop: int) -> Tensor:
+        """The rows in places start .. stop-1 as numbers, [K, stop-start, D] float32 on the host."""
+        stored = self._parts[part][layer]
+        rows = _bytes_of(stored)[:, self.place.slots(start, stop)].view(stored.dtype).float()
+        return (rows if self._scales is None else rows * self._scales[part][layer][:, None]).cpu()
+
+    def forget(self, pinned: int, count: int) -> None:
+        """The oldest `count` tokens behind the first `pinned` leave; no row moves."""
+        self.place.pinned = pinned
+        self.place.evicted += count
+
+    def reset(self, pinned: int = 0, evicted: int = 0) -> None:
+        """Start afresh, with so many tokens pinned and gone."""
+        self.place.pinned, self.place.evicted = pinned, evicted
+
+
+def _bytes_of(rows: Tensor) -> Tensor:
+    return rows.view(torch.uint8) if rows.dtype in _AS_BYTES else rows

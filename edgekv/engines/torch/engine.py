@@ -1,0 +1,268 @@
+"""TorchEngine: a transformers model over one preallocated ring; see `edgekv.engines.base.Engine`.
+
+Two ways of computing: "float", float32 with dense weights, is what a CPU runs and the reference for everything; "bf16"
+multiplies the publisher's integers by bfloat16 activations, which is what CUDA runs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from edgekv.engines.base import EngineState, Logits, check_fits, check_ids, check_move, check_room
+from edgekv.engines.rope import rope_tables
+from edgekv.engines.torch.attention import Angles, LayerAttention, connect, rotate
+from edgekv.engines.torch.cache import RingCache
+from edgekv.engines.torch.kernels import Kernels, plain
+from edgekv.engines.torch.loader import Published, load_model
+from edgekv.errors import EngineError, InvalidOption, ScalesError, UnsupportedModel
+from edgekv.kv.scales import KVScales
+from edgekv.kv.spec import KVSpec
+from edgekv.kv.window import Move
+from edgekv.model.spec import ModelSpec
+
+DEFAULT_CHUNK = 128
+"""Tokens per prefill run."""
+
+Precision = Literal["auto", "float", "bf16"]
+
+
+@dataclass(frozen=True)
+class TorchOptions:
+    """How the model runs."""
+
+    threads: int = 0  # CPU threads; 0: torch's choice
+    device: str = "cpu"
+    chunk: int = DEFAULT_CHUNK
+    precision: Precision = "auto"  # float: float32, dense; bf16: packed weights; auto: float on a CPU, else bf16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute type."""
+        if self.precision == "auto":
+            return torch.float32 if self.device == "cpu" else torch.bfloat16
+        return torch.float32 if self.precision == "float" else torch.bfloat16
+
+
+class TorchEngine:
+    """One model on one device with one preallocated cache; see `edgekv.engines.base.Engine`."""
+
+    def __init__(self, published: Published, kv: KVSpec, scales: KVScales | None, options: TorchOptions) -> None:
+        self._spec, self._kv, self._options = published.source.spec, kv, options
+        self._device = torch.device(options.device)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        self._model: Any = load_model(published, options.dtype, self._device)
+        self._cache = RingCache(self._spec, kv, scales, self._device)
+        self._angles = Angles(self._spec, options.chunk, self._device)
+        self._sum = torch.zeros((), device=self._device)  # of the last run's hidden states
+        self._connect(plain())
+        self._tokens: list[int] = []
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's geometry."""
+        return self._spec
+
+    @property
+    def kv(self) -> KVSpec:
+        """How the cache is stored."""
+        return self._kv
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The ids in the cache's slots."""
+        return self._tokens
+
+    @property
+    def length(self) -> int:
+        """Filled slots."""
+        return len(self._tokens)
+
+    @property
+    def evicted(self) -> int:
+        """Tokens that have left since the cache was last empty."""
+        return self._cache.place.evicted
+
+    def forward(self, tokens: Sequence[int], *, all_logits: bool = False) -> Logits:
+        """Append tokens; logits [V] after the last one, or [T, V] after each."""
+        check_room(tokens, self.length, self._kv.capacity)
+        check_ids(tokens, self._spec.vocab_size)
+        before = self.length
+        parts: list[Logits] = []
+        try:
+            for start in range(0, len(tokens), self._options.chunk):
+                part = tokens[start : start + self._options.chunk]
+                last = start + len(part) == len(tokens)
+                rows = range(len(part)) if all_logits else range(len(part) - 1, len(part)) if last else range(0)
+                parts.append(self._run(part, self.length, rows))
+                self._tokens.extend(part)
+        except BaseException:
+            del self._tokens[before:]
+            raise
+        return np.concatenate(parts) if all_logits else parts[-1][0]
+
+    def evict(self, move: Move) -> None:
+        """Drop rows by renumbering. A different pinned prefix than at the last eviction costs a copy and a re-run."""
+        check_move(move, self.length)
+        place = self._cache.place
+        try:
+            kept = self.save() if place.evicted and move.start != place.pinned else None
+            self._cache.forget(move.start, move.count)
+            del self._tokens[move.start : move.start + move.count]
+            if kept is not None:
+                self._pin_anew(move, kept)
+        except BaseException:
+            self.reset()
+            raise
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from slot `length` on."""
+        if not 0 <= length <= self.length:
+            raise InvalidOption(f"Cannot truncate to {length}: the cache holds {self.length} tokens.")
+        if length == 0:
+            self.reset()
+        else:
+            del self._tokens[length:]
+
+    def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
+        """Dequantised keys (at the angles of slot + evicted) and values of slots start .. stop-1, [K, n, D]."""
+        keys, values = (self._cache.floats(part, layer, start, stop) for part in "kv")
+        pinned = max(0, min(self._cache.place.pinned, stop) - start)
+        if self.evicted and pinned:
+            cos, sin = map(torch.from_numpy, rope_tables(self._spec.rope, self._spec.head_dim, self.evicted, 1))
+            keys[:, :pinned] = rotate(keys[:, :pinned], cos, sin)
+        return keys.numpy(), values.numpy()
+
+    def save(self) -> EngineState:
+        """A copy of the cache's content, in the order of tokens."""
+        layers = range(self._spec.num_layers)
+        keys, values = (tuple(self._cache.read(part, layer, 0, self.length) for layer in layers) for part in "kv")
+        return EngineState(keys, values, tuple(self._tokens), self.evicted, self._cache.place.pinned)
+
+    def load(self, state: EngineState) -> None:
+        """Put a saved content back; it must come from the same model and kind of cache."""
+        check_fits(state, self._kv.capacity)
+        self.reset()
+        self._cache.reset(state.pinned, state.evicted)
+        for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
+            self._cache.write("k", layer, 0, keys)
+            self._cache.write("v", layer, 0, values)
+        self._tokens = list(state.tokens)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._tokens = []
+        self._cache.reset()
+
+    def close(self) -> None:
+        """Free the model and the cache; the engine cannot be used afterwards."""
+        self._tokens = []
+        for name in ("_model", "_cache", "_angles"):
+            self.__dict__.pop(name, None)
+        gc.collect()  # transformers' modules refer to one another
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _connect(self, kernels: Kernels) -> None:
+        layers = range(self._spec.num_layers)
+        connect(
+            self._model,
+            self._spec,
+            [LayerAttention(self._cache.layer(i), self._cache.place, self._angles, kernels) for i in layers],
+        )
+        self._model.base_model.register_forward_hook(self._note_sum)
+
+    def _note_sum(self, module: Any, inputs: Any, output: Any) -> None:
+        self._sum = output.last_hidden_state.float().sum()  # not finite if a term is not
+
+    @torch.inference_mode()
+    def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
+        """One run of the model: `tokens` into places past .. past+T-1, logits [R, V]."""
+        self._cache.place.set(past)
+        self._angles.set(past, self.evicted, len(tokens))
+        ids = torch.tensor([tokens], device=self._device)
+        try:
+            logits = self._logits(ids, rows)
+        except RuntimeError as error:  # torch's own, out of memory among them
+            raise EngineError(f"torch failed on {len(tokens)} tokens after {past}: {error}") from error
+        if not (np.isfinite(self._sum.item()) and np.isfinite(logits.sum())):
+            raise EngineError(
+                f"The model produced numbers that are not finite{self._where(ids)} on {len(tokens)} tokens after "
+                f"{past}; nothing of it was kept. The weights or the KV scales are damaged: convert the model again, "
+                "or calibrate it again."
+            )
+        return logits
+
+    def _logits(self, ids: torch.Tensor, rows: range) -> Logits:
+        """Logits [R, V] on the host; a family's own factors and caps are in them."""
+        options = {"use_cache": False, "return_dict": True}
+        if not rows:
+            self._model.base_model(input_ids=ids, **options)
+            return np.zeros((0, self._spec.vocab_size), np.float32)
+        kept = torch.arange(rows.start, rows.stop, device=self._device)
+        logits = self._model(input_ids=ids, logits_to_keep=kept, **options).logits[0]
+        return np.asarray(logits.float().cpu().numpy())
+
+    def _where(self, ids: torch.Tensor) -> str:
+        """The first layer whose output is not finite, found by running the tokens again."""
+        bad: list[int] = []
+
+        def note(index: int, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if not torch.isfinite(hidden).all():
+                bad.append(index)
+
+        hooks = [
+            layer.register_forward_hook(lambda module, inputs, output, index=index: note(index, output))
+            for index, layer in enumerate(self._model.base_model.layers)
+        ]
+        self._model.base_model(input_ids=ids, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return f" in layer {bad[0]}" if bad else ""
+
+    def _pin_anew(self, move: Move, kept: EngineState) -> None:
+        """Write the rows that stay for a pinned prefix of another length, and run that prefix again."""
+        for layer in range(self._spec.num_layers):
+            for part, rows in (("k", kept.keys[layer]), ("v", kept.values[layer])):
+                self._cache.write(part, layer, move.start, rows[:, move.start + move.count :])
+        for start in range(0, move.start, self._options.chunk):
+            stop = min(start + self._options.chunk, move.start)
+            self._run(self._tokens[start:stop], start, range(0))
+
+
+def open_engine(
+    published: Published, fingerprint: str, kv: KVSpec, scales: KVScales | None, options: TorchOptions | None = None
+) -> TorchEngine:
+    """Open an engine after checking that scales, model and options fit together.
+
+    Raises:
+        ScalesError: the scales are missing or for something else.
+        UnsupportedModel: a combination that does not run.
+    """
+    options = options or TorchOptions()
+    check_combination(kv, options)
+    if kv.dtype in ("float", "fp16"):
+        return TorchEngine(published, kv, None, options)
+    if scales is None:
+        raise ScalesError(
+            f"A {kv.dtype} cache needs KV scales for {published.path.name}: make them with `edgekv calibrate`."
+        )
+    scales.check(published.source.spec, fingerprint, kv.dtype, kv.granularity)
+    return TorchEngine(published, kv, scales, options)
+
+
+def check_combination(kv: KVSpec, options: TorchOptions) -> None:
+    """Refuse what does not run, before anything is loaded.
+
+    Raises:
+        UnsupportedModel: says what to use instead.
+    """
+    if kv.dtype == "int4":
+        raise UnsupportedModel("An INT4 cache does not run in the torch engine: use --kv-dtype int8, or --engine onnx.")

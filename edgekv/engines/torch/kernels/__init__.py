@@ -1,0 +1,53 @@
+"""What touches the rows of a cache: `store` quantises and writes new ones, `attend` reads them.
+
+twin.py is the plain-torch version: it runs on any device, is what a CPU runs, and is the oracle of the Triton kernels,
+which have the same signatures.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from edgekv.engines.torch.cache import LayerRows, Place
+
+
+class Kernels(Protocol):
+    """One implementation."""
+
+    def store(self, keys: Tensor, values: Tensor, rows: LayerRows, place: Place) -> None:
+        """Quantise new rows and write them behind the filled ones.
+
+        Args:
+            keys (rotated), values: [K, T, D] of any float type.
+        """
+
+    def attend(
+        self,
+        queries: Tensor,
+        pinned_queries: Tensor,
+        rows: LayerRows,
+        place: Place,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of the T newest tokens, whose rows are stored already, over everything they may see.
+
+        Args:
+            queries: [H, T, D] float32, at the tokens' own angles. pinned_queries: the same, as pinned keys are to meet
+                them. scaling: factor on the scores. window: a token sees so many places up to its own; None: all.
+            softcap: scores become softcap * tanh(score / softcap).
+
+        Returns:
+            [H, T, D] float32.
+        """
+
+
+def plain() -> Kernels:
+    """The plain-torch version."""
+    from edgekv.engines.torch.kernels import twin
+
+    return twin

@@ -1,0 +1,237 @@
+"""The torch engine against the onnx engine, and both against the float model that defines the eviction policy.
+
+Errors are |difference| / |logits| of each position. Measured 2026-11-29 on x86-64, torch 2.13, float32 weights:
+
+    float cache, against onnx at level 1      at most 4e-6, through three wraps of the ring; bound 1e-3
+    float cache, against the float64 model    at most 3e-6; bound 1e-4
+    INT8 cache, against onnx at level 1       at most 4e-3 (a code that rounds the other way); bound 2e-2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TinyModels
+from helpers.checkpoints import TINY
+from helpers.engines import measured_scales
+from helpers.published import AWQ, GPTQ, Bnb, Packed, Published, copy_fixture
+from helpers.reference import SinkModel, relative_errors
+from helpers.torch_engines import OpenTorch, random_ids, run
+from helpers.weights import dequantised_state_dict
+from transformers import AutoConfig
+
+from edgekv.convert import ConvertOptions, convert
+from edgekv.errors import BadCheckpoint, CacheFull, EngineError, InvalidOption, ScalesError, UnsupportedModel
+from edgekv.kv.quant import fake_quantize
+from edgekv.kv.spec import KVDtype, KVSpec
+from edgekv.kv.window import Move
+
+SAME = 1e-3
+FLOAT_TOLERANCE = 1e-4
+INT8_TOLERANCE = 2e-2
+OpenOnnx = Callable[..., Any]
+WRAPPED = KVSpec(64, "float", sinks=4, stride=8)
+FIXTURES = (
+    "llama-fp16",
+    "qwen2-fp16",
+    "llama-awq-g128",
+    "llama-bnb-nf4-double",
+    "llama-gptq-g128-sym",
+    "llama-gptq-g32-asym-actorder",
+    "llama-gptqv2-g128-asym",
+)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_checkpoints_of_real_tools_equal_the_onnx_engine(
+    name: str, tmp_path: Path, open_onnx: OpenOnnx, open_torch: OpenTorch
+) -> None:
+    """Every published format, through three wraps of the ring."""
+    ids = random_ids(260)
+    model = convert(copy_fixture(name, tmp_path / "source"), tmp_path / "model").model
+    found = open_torch(model, WRAPPED)
+    assert relative_errors(run(found, ids), run(open_onnx(model, WRAPPED), ids)).max() < SAME
+    assert found.evicted >= 3 * (64 - 4)
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        Published("packed", Packed(symmetric=False), family="qwen2"),
+        Published("act-order-apart", GPTQ(32, g_idx="apart"), family="qwen2"),
+        Published("one-group-tied", AWQ(-1), tiny={"tie_word_embeddings": True}),
+        Published("fp4-with-floats", Bnb("fp4"), floats=("v_proj",)),
+    ],
+    ids=lambda published: published.name,
+)
+def test_variants_equal_the_onnx_engine(
+    published: Published, tmp_path: Path, open_onnx: OpenOnnx, open_torch: OpenTorch
+) -> None:
+    """compressed-tensors, an order of columns for each layer, one group, tied embeddings, layers left in floats."""
+    published.write(tmp_path / "source")
+    model = convert(tmp_path / "source", tmp_path / "model").model
+    ids = random_ids(40)
+    found, wanted = (run(opened(model, KVSpec(64, "float")), ids) for opened in (open_torch, open_onnx))
+    assert relative_errors(found, wanted).max() < SAME
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture_equals_the_reference(tiny_models: TinyModels, open_torch: OpenTorch, name: str) -> None:
+    """Case C06, C27: the model that defines the policy, at every token, through three wraps of the ring."""
+    ids = random_ids(260)
+    model = tiny_models.converted(name)
+    config = AutoConfig.from_pretrained(tiny_models.source(name))
+    engine = open_torch(model, WRAPPED)
+    wanted = SinkModel(config, dequantised_state_dict(model.folder), 64, 8, 4)
+    assert relative_errors(run(engine, ids), wanted.run(ids)).max() < FLOAT_TOLERANCE
+    for layer in range(engine.spec.num_layers):
+        keys, values = wanted.rotated(layer, engine.evicted)
+        found = engine.rows(layer, 0, engine.length)
+        assert relative_errors(found[0], keys).max() < FLOAT_TOLERANCE
+        assert relative_errors(found[1], values).max() < FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize(("pinned", "chunk"), [(0, 128), (9, 7), (16, 1)])
+def test_whole_turns_leave_as_in_the_reference(
+    tiny_models: TinyModels, open_torch: OpenTorch, pinned: int, chunk: int
+) -> None:
+    """Uneven moves, any pinned prefix and any way of cutting the prompt."""
+    ids = random_ids(220)
+    turns = [9, 23, 24, 61, 77, 90, 101, 130, 139, 163, 190, 211]
+    model = tiny_models.converted("llama3-rope")
+    engine = open_torch(model, KVSpec(64, "float", sinks=min(4, pinned), stride=8), chunk=chunk)
+    config = AutoConfig.from_pretrained(tiny_models.source("llama3-rope"))
+    wanted = SinkModel(config, dequantised_state_dict(model.folder), 64, 8, pinned)
+    assert relative_errors(run(engine, ids, pinned, turns), wanted.run(ids, turns)).max() < FLOAT_TOLERANCE
+    assert engine.evicted % 8, "no turn start fell into the zone, so the test shows nothing"
+
+
+def test_int8_cache_equals_the_onnx_engines(
+    tiny_models: TinyModels, open_onnx: OpenOnnx, open_torch: OpenTorch
+) -> None:
+    """Same codes, but for the few that round the other way, and logits as close as those leave them."""
+    ids = random_ids(260)
+    model = tiny_models.converted("qwen2")
+    scales = measured_scales(model, "int8", "channel", ids)
+    kv = KVSpec(64, "int8", sinks=4, stride=8)
+    engines = [opened(model, kv, scales) for opened in (open_torch, open_onnx)]
+    found, wanted = (run(engine, ids) for engine in engines)
+    assert relative_errors(found, wanted).max() < INT8_TOLERANCE
+    for a, b in zip(engines[0].save().values, engines[1].save().values, strict=True):
+        steps = np.abs(a.astype(int) - b.astype(int))
+        assert steps.max() <= 1
+        assert (steps > 0).mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_stored_rows_are_the_reference_codes(tiny_models: TinyModels, open_torch: OpenTorch, dtype: KVDtype) -> None:
+    """What `rows` gives is kv/quant.py's rounding of what a float cache holds, in the first layer exactly."""
+    ids = random_ids(50)
+    model = tiny_models.converted("llama")
+    scales = measured_scales(model, dtype, "channel", ids)
+    exact, coded = open_torch(model, KVSpec(64, "float")), open_torch(model, KVSpec(64, dtype), scales)
+    for engine in (exact, coded):
+        engine.forward(ids)
+    pairs = zip(exact.rows(0, 0, 50), coded.rows(0, 0, 50), (scales.k[0], scales.v[0]), strict=True)
+    for floats, found, scale in pairs:
+        assert relative_errors(found, fake_quantize(floats, scale[:, None], dtype)).max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp16", "float"])
+def test_a_saved_state_goes_on_as_before(tiny_models: TinyModels, open_torch: OpenTorch, dtype: KVDtype) -> None:
+    """Saved after the ring has wrapped, loaded into another engine, bit for bit."""
+    ids = random_ids(150)
+    model = tiny_models.converted("llama")
+    scales = measured_scales(model, dtype, "channel", ids) if dtype in ("int8", "fp8") else None
+    kv = KVSpec(64, dtype, sinks=4, stride=8)
+    first, second = open_torch(model, kv, scales), open_torch(model, kv, scales)
+    run(first, ids)
+    second.load(first.save())
+    assert (second.tokens, second.evicted) == (first.tokens, first.evicted)
+    assert np.array_equal(first.forward([7]), second.forward([7]))
+
+
+def test_a_state_of_the_onnx_engine_goes_on_here(
+    tiny_models: TinyModels, open_onnx: OpenOnnx, open_torch: OpenTorch
+) -> None:
+    """Both kinds of onnx cache: the ring's pinned rows at their own angles, and the compacted one's at moved angles."""
+    ids = random_ids(150)
+    model = tiny_models.converted("llama")
+    other = open_onnx(model, WRAPPED, attention="gqa")
+    run(other, ids)
+    engine = open_torch(model, WRAPPED)
+    engine.load(other.save())
+    assert relative_errors(engine.forward([7])[None], other.forward([7])[None]).max() < SAME
+
+
+def test_another_pinned_prefix_after_evictions(
+    tiny_models: TinyModels, open_onnx: OpenOnnx, open_torch: OpenTorch
+) -> None:
+    """The rows that stay are written anew and the prefix runs again; the onnx engine's compaction is the oracle."""
+    ids = random_ids(150)
+    model = tiny_models.converted("llama")
+    engines = [open_torch(model, WRAPPED), open_onnx(model, WRAPPED, attention="gqa")]
+    logits = []
+    for engine in engines:
+        run(engine, ids)
+        engine.evict(Move(start=10, count=12, length=engine.length))
+        logits.append(engine.forward(random_ids(6, seed=5), all_logits=True))
+    assert engines[0].tokens == engines[1].tokens
+    assert relative_errors(*logits).max() < SAME
+
+
+def test_refusals_leave_the_cache_as_it_was(tiny_models: TinyModels, open_torch: OpenTorch) -> None:
+    """Too many tokens, unknown ids, a move for another cache."""
+    engine = open_torch(tiny_models.converted("llama"), KVSpec(64, "float"))
+    engine.forward(random_ids(60))
+    with pytest.raises(CacheFull):
+        engine.forward(random_ids(5))
+    with pytest.raises(InvalidOption, match="vocabulary"):
+        engine.forward([10_000])
+    with pytest.raises(InvalidOption, match="nothing to run"):
+        engine.forward([])
+    with pytest.raises(InvalidOption, match="does not fit"):
+        engine.evict(Move(4, 8, 10))
+    assert engine.length == 60
+
+
+def test_numbers_that_are_not_finite_are_an_error(tiny_models: TinyModels, open_torch: OpenTorch) -> None:
+    """Case C13: nothing is kept, and the message names the layer."""
+    engine = open_torch(tiny_models.converted("llama"), KVSpec(64, "float"))
+    engine.forward([5])
+    engine._model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(EngineError, match="not finite in layer 1"):
+        engine.forward([6, 7])
+    assert list(engine.tokens) == [5]
+
+
+def test_scales_that_do_not_fit_are_refused(tiny_models: TinyModels, open_torch: OpenTorch) -> None:
+    """Case C11."""
+    model = tiny_models.converted("llama")
+    scales = measured_scales(model, "int8", "channel", random_ids(40))
+    with pytest.raises(ScalesError, match="calibrate"):
+        open_torch(model, KVSpec(64, "int8"))
+    with pytest.raises(ScalesError, match="dtype"):
+        open_torch(model, KVSpec(64, "fp8"), scales)
+    with pytest.raises(UnsupportedModel, match="INT4"):
+        open_torch(model, KVSpec(64, "int4"))
+
+
+def test_other_weights_in_the_source_are_refused(tiny_models: TinyModels, open_torch: OpenTorch) -> None:
+    """The scales and the fingerprint are those of what was converted."""
+    with pytest.raises(BadCheckpoint, match="other weights"):
+        open_torch(tiny_models.converted("llama"), KVSpec(64, "float"), source=tiny_models.source("wide-heads"))
+
+
+def test_float_weights_are_held_as_the_conversion_held_them(
+    tiny_models: TinyModels, tmp_path: Path, open_onnx: OpenOnnx, open_torch: OpenTorch
+) -> None:
+    """Options other than the default ones are remembered."""
+    model = convert(tiny_models.source("llama"), tmp_path / "model", ConvertOptions(bits=8, group=64)).model
+    ids = random_ids(30)
+    found, wanted = (run(opened(model, KVSpec(64, "float")), ids) for opened in (open_torch, open_onnx))
+    assert relative_errors(found, wanted).max() < SAME
