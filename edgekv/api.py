@@ -42,7 +42,7 @@ from edgekv.text.template import ChatTemplate, Message, Tool
 from edgekv.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from edgekv.engines.onnx.engine import OnnxOptions
+    from edgekv.engines.onnx.engine import Attention, OnnxOptions
     from edgekv.engines.torch.engine import TorchOptions
 
 OnEvent = Callable[[Event], object]
@@ -102,13 +102,20 @@ def check_combination(kv: KVSpec, options: LoadOptions) -> None:
         onnx_engine.check_combination(kv, onnx_options(options))
 
 
-def open_engine(model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: LoadOptions) -> Engine:
-    """The engine for this cache."""
+def open_engine(
+    model: ConvertedModel,
+    kv: KVSpec,
+    scales: KVScales | None,
+    options: LoadOptions,
+    *,
+    attention: Attention = "auto",
+) -> Engine:
+    """The engine for this cache. attention: the onnx engine's operator."""
     if choose_engine(options, kv.dtype).name == "torch":
         return _open_torch(model, kv, scales, options)
     from edgekv.engines.onnx.engine import open_engine
 
-    return open_engine(model, kv, scales, onnx_options(options))
+    return open_engine(model, kv, scales, replace(onnx_options(options), attention=attention))
 
 
 def _open_torch(model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: LoadOptions) -> Engine:

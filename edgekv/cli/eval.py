@@ -76,16 +76,12 @@ def command(
 
 def _opener(model: ConvertedModel, load: LoadOptions) -> Any:
     """A function that opens the engine of a setting, with scales made if the model has none of that kind."""
-    from dataclasses import replace
-
-    from edgekv.api import engine_options
-    from edgekv.engines.onnx.engine import open_engine
+    from edgekv.api import open_engine
 
     def open_cache(setting: Setting, kv: KVSpec) -> tuple[Engine, KVScales | None]:
         own = load.scales if setting.scales is None else setting.scales
         scales = ready_scales(model, kv, load, setting.method, setting.headroom, own) if setting.quantised else None
-        options = replace(engine_options(load), attention=setting.attention)
-        return open_engine(model, kv, scales, options), scales
+        return open_engine(model, kv, scales, load, attention=setting.attention), scales
 
     return open_cache
 

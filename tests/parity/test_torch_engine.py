@@ -9,6 +9,8 @@ Errors are |difference| / |logits| of each position. Measured 2026-11-29 on x86-
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,3 +237,16 @@ def test_float_weights_are_held_as_the_conversion_held_them(
     ids = random_ids(30)
     found, wanted = (run(opened(model, KVSpec(64, "float")), ids) for opened in (open_torch, open_onnx))
     assert relative_errors(found, wanted).max() < SAME
+
+
+def test_closing_frees_the_model_and_the_cache(tiny_models: TinyModels, open_torch: OpenTorch) -> None:
+    """At once, without waiting for the garbage collector: on a GPU the memory is wanted by whoever comes next."""
+    engine = open_torch(tiny_models.converted("llama"), KVSpec(64, "float"))
+    engine.forward([5, 6])
+    kept = [weakref.ref(engine._model.model.layers[0].mlp.up_proj.weight), weakref.ref(engine._cache._parts["k"])]
+    gc.disable()
+    try:
+        engine.close()
+        assert [one() for one in kept] == [None, None]
+    finally:
+        gc.enable()

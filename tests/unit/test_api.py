@@ -203,7 +203,7 @@ def test_bad_loads(chat_model: ConvertedModel, tmp_path: Path) -> None:
 def test_an_fp8_cache_is_refused_at_load(chat_model: ConvertedModel) -> None:
     """case C09: a combination that does not run is refused when it is loaded, with what to use instead."""
     with pytest.raises(edgekv.EdgeKVError, match="--kv-dtype int8"):
-        edgekv.load(chat_model.folder, memory="4GiB", kv_dtype="fp8")
+        edgekv.load(chat_model.folder, memory="4GiB", kv_dtype="fp8", engine="onnx")
 
 
 def test_closed_means_closed(chat_model: ConvertedModel) -> None:

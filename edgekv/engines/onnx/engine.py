@@ -357,7 +357,7 @@ def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
     if kv.dtype == "fp8":
         raise UnsupportedModel(
             "An FP8 cache does not run in the onnx engine (ONNX Runtime's CPU provider has none): use --kv-dtype int8, "
-            "which is as small and more exact."
+            "which is as small and more exact, or --engine torch."
         )
     if kv.dtype == "fp16" and not options.half:
         raise UnsupportedModel(

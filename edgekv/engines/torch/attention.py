@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from edgekv.engines.rope import rope_tables
+from edgekv.engines.rope import inverse_frequencies, rope_tables, settled_ropes
 from edgekv.engines.torch.cache import LayerRows, Place
 from edgekv.engines.torch.kernels import Kernels
 from edgekv.model.spec import ModelSpec
@@ -54,24 +54,42 @@ def attend(
 
 
 class Angles:
-    """cos and sin of one run's tokens, at their own numbers and as pinned keys meet them."""
+    """cos and sin of one run's tokens for each of the model's rotary embeddings, at their own numbers and as pinned
+    keys meet them.
 
-    def __init__(self, spec: ModelSpec, chunk: int, device: torch.device) -> None:
-        self._spec = spec
-        self._buffer = torch.zeros((4, chunk, spec.head_dim // 2), device=device)
+    Args:
+        capacity: of the cache, which settles embeddings that depend on a length. chunk: the most tokens of a run.
+    """
+
+    def __init__(self, spec: ModelSpec, capacity: int, chunk: int, device: torch.device) -> None:
+        self._size = spec.head_dim
+        self._ropes = settled_ropes(spec, capacity)
+        self._buffers = torch.zeros((len(self._ropes), 4, chunk, spec.head_dim // 2), device=device)
         self._count = 0
 
-    def set(self, past: int, evicted: int, count: int) -> None:
-        """For tokens in places past .. past+count-1."""
-        own = rope_tables(self._spec.rope, self._spec.head_dim, past + evicted, count)
-        pinned = rope_tables(self._spec.rope, self._spec.head_dim, past, count)
-        self._buffer[:, :count].copy_(torch.from_numpy(np.stack([*own, *pinned])))
+    def set(self, place: Place, count: int) -> None:
+        """For tokens in places past .. past+count-1; those in pinned places stand at the angles of their own slots."""
         self._count = count
+        slots = max(0, min(place.pinned - place.past, count)) if place.evicted else count
+        for rope, buffer in zip(self._ropes, self._buffers, strict=True):
+            pinned = np.stack(rope_tables(rope, self._size, place.past, count))
+            window = rope_tables(rope, self._size, place.past + slots + place.evicted, count - slots)
+            own = np.concatenate([pinned[:, :slots], np.stack(window)], axis=1)
+            buffer[:, :count].copy_(torch.from_numpy(np.concatenate([own, pinned])))
 
-    def rotate(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
-        """Rows [..., T, D] in float32, turned to their tokens' angles."""
-        cos, sin = self._buffer[2:, : self._count] if pinned else self._buffer[:2, : self._count]
+    def rotate(self, rows: Tensor, rope: int, *, pinned: bool = False) -> Tensor:
+        """Rows [..., T, D] in float32, turned to their tokens' angles by embedding number `rope`; -1: not at all."""
+        if rope < 0:
+            return rows.float()
+        cos, sin = self._buffers[rope, 2:, : self._count] if pinned else self._buffers[rope, :2, : self._count]
         return rotate(rows.float(), cos, sin)
+
+    def moved_on(self, rows: Tensor, rope: int, places: int) -> Tensor:
+        """Rotated rows [..., D] on the host, turned by so many places more."""
+        if rope < 0:
+            return rows
+        turn = torch.from_numpy(places * inverse_frequencies(self._ropes[rope], self._size))
+        return rotate(rows, turn.cos().float(), turn.sin().float())
 
 
 def rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -81,18 +99,19 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LayerAttention:
-    """What one attention module of the model uses in the place of its own function."""
+    """What one attention module of the model uses in the place of its own function. rope: see Angles.rotate."""
 
-    def __init__(self, rows: LayerRows, place: Place, angles: Angles, kernels: Kernels) -> None:
-        self._rows, self._place, self._angles, self._kernels = rows, place, angles, kernels
+    def __init__(self, rows: LayerRows, place: Place, angles: Angles, rope: int, kernels: Kernels) -> None:
+        self._rows, self._place, self._kernels = rows, place, kernels
+        self._angles, self._rope = angles, rope
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """Store the new rows and attend: query [H, T, D], key and value [K, T, D] -> [H, T, D]."""
-        self._kernels.store(self._angles.rotate(key), value, self._rows, self._place)
-        queries = self._angles.rotate(query)
-        pinned = self._angles.rotate(query, pinned=True) if self._place.evicted else queries
+        self._kernels.store(self._angles.rotate(key, self._rope), value, self._rows, self._place)
+        queries = self._angles.rotate(query, self._rope)
+        pinned = self._angles.rotate(query, self._rope, pinned=True) if self._place.evicted else queries
         return self._kernels.attend(
             queries, pinned, self._rows, self._place, scaling=scaling, window=window, softcap=softcap
         )

@@ -6,7 +6,6 @@ multiplies the publisher's integers by bfloat16 activations, which is what CUDA 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,8 +14,7 @@ import numpy as np
 import torch
 
 from edgekv.engines.base import EngineState, Logits, check_fits, check_ids, check_move, check_room
-from edgekv.engines.rope import rope_tables
-from edgekv.engines.torch.attention import Angles, LayerAttention, connect, rotate
+from edgekv.engines.torch.attention import Angles, LayerAttention, connect
 from edgekv.engines.torch.cache import RingCache
 from edgekv.engines.torch.kernels import Kernels, plain
 from edgekv.engines.torch.loader import Published, load_model
@@ -59,7 +57,7 @@ class TorchEngine:
             torch.set_num_threads(options.threads)
         self._model: Any = load_model(published, options.dtype, self._device)
         self._cache = RingCache(self._spec, kv, scales, self._device)
-        self._angles = Angles(self._spec, options.chunk, self._device)
+        self._angles = Angles(self._spec, kv.capacity, options.chunk, self._device)
         self._sum = torch.zeros((), device=self._device)  # of the last run's hidden states
         self._connect(plain())
         self._tokens: list[int] = []
@@ -135,8 +133,8 @@ class TorchEngine:
         keys, values = (self._cache.floats(part, layer, start, stop) for part in "kv")
         pinned = max(0, min(self._cache.place.pinned, stop) - start)
         if self.evicted and pinned:
-            cos, sin = map(torch.from_numpy, rope_tables(self._spec.rope, self._spec.head_dim, self.evicted, 1))
-            keys[:, :pinned] = rotate(keys[:, :pinned], cos, sin)
+            rope = self._spec.rope_layers[layer]
+            keys[:, :pinned] = self._angles.moved_on(keys[:, :pinned], rope, self.evicted)
         return keys.numpy(), values.numpy()
 
     def save(self) -> EngineState:
@@ -163,20 +161,20 @@ class TorchEngine:
     def close(self) -> None:
         """Free the model and the cache; the engine cannot be used afterwards."""
         self._tokens = []
-        for name in ("_model", "_cache", "_angles"):
+        if "_hook" in self.__dict__:
+            self._hook.remove()  # it refers to this engine, which would keep both alive
+        for name in ("_hook", "_model", "_cache", "_angles"):
             self.__dict__.pop(name, None)
-        gc.collect()  # transformers' modules refer to one another
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _connect(self, kernels: Kernels) -> None:
-        layers = range(self._spec.num_layers)
-        connect(
-            self._model,
-            self._spec,
-            [LayerAttention(self._cache.layer(i), self._cache.place, self._angles, kernels) for i in layers],
-        )
-        self._model.base_model.register_forward_hook(self._note_sum)
+        attentions = [
+            LayerAttention(self._cache.layer(layer), self._cache.place, self._angles, rope, kernels)
+            for layer, rope in enumerate(self._spec.rope_layers)
+        ]
+        connect(self._model, self._spec, attentions)
+        self._hook = self._model.base_model.register_forward_hook(self._note_sum)
 
     def _note_sum(self, module: Any, inputs: Any, output: Any) -> None:
         self._sum = output.last_hidden_state.float().sum()  # not finite if a term is not
@@ -185,7 +183,7 @@ class TorchEngine:
     def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
         """One run of the model: `tokens` into places past .. past+T-1, logits [R, V]."""
         self._cache.place.set(past)
-        self._angles.set(past, self.evicted, len(tokens))
+        self._angles.set(self._cache.place, len(tokens))
         ids = torch.tensor([tokens], device=self._device)
         try:
             logits = self._logits(ids, rows)
