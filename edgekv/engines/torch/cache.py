@@ -10,6 +10,7 @@ wrapped round and S is 0. How the keys' angles follow from this is said in atten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,16 @@ class RingCache:
         slots = self.place.slots(start, start + rows.shape[1])
         target[:, slots] = torch.from_numpy(np.ascontiguousarray(rows)).to(target.device)
 
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self._parts["k"])
+
+    @property
+    def row_dtype(self) -> np.dtype[Any]:
+        """numpy's type of what `read` gives and `write` takes."""
+        return np.asarray(_bytes_of(self._parts["k"][:0]).cpu().numpy()).dtype
+
     def floats(self, part: str, layer: int, start: int, stop: int) -> Tensor:
         """The rows in places start .. stop-1 as numbers, [K, stop-start, D] float32 on the host."""
         stored = self._parts[part][layer]
@@ -117,6 +128,19 @@ class RingCache:
     def reset(self, pinned: int = 0, evicted: int = 0) -> None:
         """Start afresh, with so many tokens pinned and gone."""
         self.place.pinned, self.place.evicted = pinned, evicted
+
+
+class StoredLayers(Sequence[Rows]):
+    """The rows of the first tokens of each layer, read when they are asked for."""
+
+    def __init__(self, cache: RingCache, part: str, length: int) -> None:
+        self._cache, self._part, self._length = cache, part, length
+
+    def __len__(self) -> int:
+        return self._cache.layers
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._cache.read(self._part, range(len(self))[layer], 0, self._length)
 
 
 def _bytes_of(rows: Tensor) -> Tensor:

@@ -7,15 +7,15 @@ multiplies the publisher's integers by bfloat16 activations, which is what CUDA 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from edgekv.engines.base import EngineState, Logits, check_fits, check_ids, check_move, check_room
+from edgekv.engines.base import EngineState, Logits, check_ids, check_move, check_room, check_rows, check_state
 from edgekv.engines.torch.attention import Angles, LayerAttention, connect
-from edgekv.engines.torch.cache import RingCache
+from edgekv.engines.torch.cache import RingCache, StoredLayers
 from edgekv.engines.torch.kernels import Kernels, plain
 from edgekv.engines.torch.loader import Published, load_model
 from edgekv.errors import EngineError, InvalidOption, ScalesError, UnsupportedModel
@@ -137,21 +137,30 @@ class TorchEngine:
             keys[:, :pinned] = self._angles.moved_on(keys[:, :pinned], rope, self.evicted)
         return keys.numpy(), values.numpy()
 
-    def save(self) -> EngineState:
-        """A copy of the cache's content, in the order of tokens."""
-        layers = range(self._spec.num_layers)
-        keys, values = (tuple(self._cache.read(part, layer, 0, self.length) for layer in layers) for part in "kv")
-        return EngineState(keys, values, tuple(self._tokens), self.evicted, self._cache.place.pinned)
+    def save(self, *, copy: bool = True) -> EngineState:
+        """The cache's content, as a copy or read layer by layer."""
+        keys, values = (StoredLayers(self._cache, part, self.length) for part in "kv")
+        pinned = min(self._cache.place.pinned, self.length)
+        state = EngineState(keys, values, tuple(self._tokens), self.evicted, pinned, "own")
+        return replace(state, keys=tuple(keys), values=tuple(values)) if copy else state
 
     def load(self, state: EngineState) -> None:
-        """Put a saved content back; it must come from the same model and kind of cache."""
-        check_fits(state, self._kv.capacity)
+        """Put a saved content back; it must come from the same model, scales and dtype."""
+        check_state(state, self._spec, self._kv.capacity)
+        shape = (self._spec.num_kv_heads, len(state.tokens), self._spec.head_dim)
         self.reset()
-        self._cache.reset(state.pinned, state.evicted)
-        for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
-            self._cache.write("k", layer, 0, keys)
-            self._cache.write("v", layer, 0, values)
-        self._tokens = list(state.tokens)
+        try:
+            self._cache.reset(state.pinned, state.evicted)
+            for part, layers in (("k", state.keys), ("v", state.values)):
+                for layer, rows in enumerate(layers):
+                    check_rows(rows, layer, shape, self._cache.row_dtype)
+                    self._cache.write(part, layer, 0, rows)
+            self._tokens = list(state.tokens)
+            if state.evicted and state.pinned_angles != "own":
+                self._run_pinned(state.pinned)
+        except BaseException:
+            self.reset()
+            raise
 
     def reset(self) -> None:
         """Forget everything."""
@@ -230,8 +239,12 @@ class TorchEngine:
         for layer in range(self._spec.num_layers):
             for part, rows in (("k", kept.keys[layer]), ("v", kept.values[layer])):
                 self._cache.write(part, layer, move.start, rows[:, move.start + move.count :])
-        for start in range(0, move.start, self._options.chunk):
-            stop = min(start + self._options.chunk, move.start)
+        self._run_pinned(move.start)
+
+    def _run_pinned(self, count: int) -> None:
+        """Run the first tokens again, which rewrites their rows at the angles of their own slots, and no others."""
+        for start in range(0, count, self._options.chunk):
+            stop = min(start + self._options.chunk, count)
             self._run(self._tokens[start:stop], start, range(0))
 
 
