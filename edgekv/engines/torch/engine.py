@@ -119,6 +119,10 @@ class TorchEngine:
             self.reset()
             raise
 
+    def keeps(self, length: int) -> bool:
+        """Whether the cache is whole when cut back to `length` tokens: always, each has its row."""
+        return 0 <= length <= self.length
+
     def truncate(self, length: int) -> None:
         """Forget the tokens from slot `length` on."""
         if not 0 <= length <= self.length:
