@@ -29,8 +29,10 @@ from edgekv.model.converted import (
     open_converted,
     write_description,
 )
-from edgekv.model.families import eos_ids, rope_from_config, token_ids
+from edgekv.model.families import eos_ids
+from edgekv.model.fields import token_ids
 from edgekv.model.foreign import GENAI_CONFIG, ForeignFolder
+from edgekv.model.rope_config import rope_from_config
 from edgekv.model.spec import ModelSpec, RopeSpec
 from edgekv.weights.base import TokenizerFiles
 from edgekv.weights.safetensors import hub_tokenizer
@@ -111,18 +113,18 @@ def _spec(foreign: ForeignFolder, adapted: Adapted) -> ModelSpec:
         head_dim=geometry.head_dim,
         vocab_size=geometry.vocab_size,
         max_context=context,
-        rope=rope_of_tables(adapted.cos, adapted.sin, _config_ropes(config)),
+        rope=rope_of_tables(adapted.cos, adapted.sin, _config_ropes(config, geometry.head_dim)),
         tied_embeddings=geometry.tied,
         bos_id=next((number for place in places for number in token_ids(place, "bos_token_id")), None),
         eos_ids=eos_ids(*places),
     )
 
 
-def _config_ropes(config: Mapping[str, Any]) -> Iterator[RopeSpec]:
+def _config_ropes(config: Mapping[str, Any], head_dim: int) -> Iterator[RopeSpec]:
     """The config's rotary embedding, if it tells of one that edgekv knows."""
     try:
         if "rope_theta" in config or "rope_parameters" in config:
-            yield rope_from_config(config)
+            yield rope_from_config(config, head_dim)
     except EdgeKVError:
         return
 

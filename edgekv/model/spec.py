@@ -21,6 +21,9 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
 
 
+MAX_LAYERS = 1 << 12
+"""More than any model has: a damaged number must not become a long list."""
+
 _LATER = {"later": True}
 """Marks a field that descriptions did not have from the beginning: it is written only where it says something, so that
 the fingerprints of models without it stay as they were."""
@@ -137,7 +140,7 @@ class ModelSpec:
             "max_context",
         )
         for name in sizes:
-            if not 0 < getattr(self, name) < 1 << 31:
+            if not 0 < getattr(self, name) < (MAX_LAYERS if name == "num_layers" else 1 << 31):
                 raise BadCheckpoint(f"The model's {name} is {getattr(self, name)}, which no model has.")
         if self.num_heads % self.num_kv_heads:
             raise BadCheckpoint(

@@ -127,7 +127,7 @@ class BlockWeight:
         return np.full(self.scales.shape, self.midpoint, np.uint8) if self.zeros is None else self.zeros
 
     def take_rows(self, rows: Order) -> BlockWeight:
-        """The matrix with its rows in another order; exact."""
+        """The matrix with these of its rows, in this order; exact."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
 
@@ -169,6 +169,14 @@ class Bnb4Weight:
         values = np.array(BNB_TABLES[self.kind], np.float32)[codes]
         return (values * np.repeat(self.absmax, self.block)[: len(values)]).reshape(self.shape)
 
+    def take_rows(self, rows: Order) -> Bnb4Weight | Float32:
+        """The matrix with these of its rows, in this order; in floats where a block crosses two rows."""
+        count, columns = self.shape
+        if columns % self.block:
+            return self.dequantize()[rows]
+        packed, absmax = self.packed.reshape(count, -1)[rows], self.absmax.reshape(count, -1)[rows]
+        return replace(self, packed=packed.reshape(-1), absmax=absmax.reshape(-1), shape=(len(rows), columns))
+
 
 @dataclass(frozen=True)
 class SplitWeight:
@@ -208,6 +216,11 @@ def matrix_names(spec: ModelSpec) -> list[str]:
     """The names of all matrices of a model, the embedding first."""
     layers = [f"{layer}.{part}" for layer in range(spec.num_layers) for part in MATRIX_PARTS]
     return ["embed", *layers, *["head"] * (not spec.tied_embeddings)]
+
+
+def take_rows(weight: Matrix, rows: Order) -> Matrix:
+    """A matrix with these of its rows (outputs), in this order; exact."""
+    return weight[rows] if isinstance(weight, np.ndarray) else weight.take_rows(rows)
 
 
 def stack_rows(parts: list[BlockWeight]) -> BlockWeight:
@@ -256,7 +269,9 @@ class WeightSource(Protocol):
     refused with the names of its file and tensor.
 
     Tensor names: embed, norm, head, and for layer i `i.attn_norm i.q i.k i.v i.o i.ffn_norm i.gate i.up i.down`; biases
-    are `i.q.bias` and so on. Rows of q and k are in the half-split RoPE order that transformers uses.
+    are `i.q.bias` and so on. Where the spec has them: `i.q_norm i.k_norm`, and the norms on what a sublayer adds,
+    `i.post_attn_norm i.post_ffn_norm`. A norm is handed out as what it multiplies with (Gemma stores that less one).
+    Rows of q and k are in the half-split RoPE order that transformers uses; of a head that turns in part, see RopeSpec.
     """
 
     @property
@@ -284,7 +299,7 @@ class WeightSource(Protocol):
         """A linear layer's weight [out, in]: integers if the publisher stored integers, else float32."""
 
     def vector(self, name: str) -> Float32:
-        """A norm's weight or a bias."""
+        """A norm's factors or a bias."""
 
     def tokenizer(self) -> TokenizerFiles: ...
     @property

@@ -13,14 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.families import spec_from_config
 from edgekv.model.spec import ModelSpec
 from edgekv.weights.awq import AWQ
-from edgekv.weights.base import Float32, Form, Matrix, Stored, TokenizerFiles
+from edgekv.weights.base import Float32, Form, Matrix, Stored, TokenizerFiles, take_rows
 from edgekv.weights.bitsandbytes import BitsAndBytes
 from edgekv.weights.compressed_tensors import CompressedTensors
 from edgekv.weights.gptq import GPTQ
+from edgekv.weights.names import ROOTS, HubPlace, hub_place, shape
 from edgekv.weights.scheme import LinearScheme, QuantConfig
 from edgekv.weights.tensors import FLOAT_NAMES, TensorFiles
 
@@ -32,15 +35,11 @@ SCHEMES: dict[str, Callable[[QuantConfig], LinearScheme]] = {
 }
 """By quant_method."""
 
+NORMS_LESS_ONE = ("gemma2", "gemma3_text")
+"""Families whose norms are stored as their factors less one."""
+
 _CONFIGS_APART = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where the fields lie if config.json has none, and the method that wrote that file."""
-
-_NAMES = {
-    "attn_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}  # fmt: skip
-_TOP_NAMES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 class SafetensorsSource:
@@ -52,6 +51,7 @@ class SafetensorsSource:
         spec = spec_from_config(config, self._json("generation_config.json", optional=True))
         self._linear = self._scheme(config)
         self._tensors = TensorFiles(folder, self._shards())
+        self._root = next((root for root in ROOTS if f"{root}.norm.weight" in self._tensors), "model")
         self.spec = self._with_head(spec, config.get("tie_word_embeddings") is None)
 
     @property
@@ -65,7 +65,7 @@ class SafetensorsSource:
         """The format of the quantised layers and the type of the others, or the number types, most frequent first."""
         if self._linear is None:
             return ", ".join(FLOAT_NAMES.get(kind, kind) for kind in self._tensors.dtypes())
-        kind = self._tensors.dtype(_hub_name("norm"))
+        kind = self._tensors.dtype(f"{self._root}.norm.weight")
         return f"{self._linear.title}, {FLOAT_NAMES.get(kind, kind)}"
 
     @property
@@ -80,35 +80,49 @@ class SafetensorsSource:
 
     def stored(self, name: str) -> Stored:
         """See WeightSource."""
-        module, shape, quantised = self._place(name)
+        place, quantised = self._place(name)
+        own, whole = shape(self.spec, name), place.shape
         if quantised is not None:
-            form = quantised.form(self._tensors, module, shape)
-            return Stored(str(form), shape, form)
-        kind = self._tensors.dtype(f"{module}.weight")
-        return Stored(FLOAT_NAMES.get(kind, kind), shape, Form("float"))
+            form = quantised.form(self._tensors, place.module, (whole[0], whole[1]))
+            return Stored(str(form), (own[0], own[1]), form)
+        kind = self._tensors.dtype(f"{place.module}.weight")
+        return Stored(FLOAT_NAMES.get(kind, kind), (own[0], own[1]), Form("float"))
 
     def matrix(self, name: str) -> Matrix:
         """A weight [out, in]: the publisher's integers, or float32."""
-        module, shape, quantised = self._place(name)
-        self._refuse_bias(name, module)
+        place, quantised = self._place(name)
+        self._refuse_bias(name, place.module)
+        rows, columns = place.shape
         if quantised is not None:
-            return quantised.read(self._tensors, module, shape)
-        return self._tensors.finite(f"{module}.weight", shape)
+            matrix: Matrix = quantised.read(self._tensors, place.module, (rows, columns))
+        else:
+            matrix = self._tensors.finite(f"{place.module}.weight", (rows, columns))
+        if place.rows is not None:
+            matrix = take_rows(matrix, np.array(place.rows))
+        return self._in_half_split_order(name, matrix)
 
-    def _place(self, name: str) -> tuple[str, tuple[int, int], LinearScheme | None]:
-        """The module that stores a matrix, its shape, and its format unless it is in floats."""
-        module = _hub_name(name).removesuffix(".weight")
-        if name == "embed" and self.spec.tied_embeddings and f"{module}.weight" not in self._tensors:
-            module = _TOP_NAMES["head"]  # some writers keep the shared tensor under its other name
-        rows, columns = self._expected_shape(f"{module}.weight")
-        quantised = self._linear is not None and self._linear.holds(self._tensors, module)
-        return module, (rows, columns), self._linear if quantised else None
+    def _place(self, name: str) -> tuple[HubPlace, LinearScheme | None]:
+        """Where a matrix lies, and its format unless it is in floats."""
+        place = hub_place(self.spec, name, self._root)
+        if name == "embed" and self.spec.tied_embeddings and f"{place.module}.weight" not in self._tensors:
+            place = hub_place(self.spec, "head", self._root)  # some writers keep the shared tensor under its other name
+        quantised = self._linear is not None and self._linear.holds(self._tensors, place.module)
+        return place, self._linear if quantised else None
 
     def vector(self, name: str) -> Float32:
-        """A norm's weight or a bias, in float32."""
+        """A norm's factors or a bias, in float32."""
         base = name.removesuffix(".bias")
-        tensor = _hub_name(base, "weight" if base == name else "bias")
-        return self._tensors.finite(tensor, self._expected_shape(tensor))
+        tensor = f"{hub_place(self.spec, base, self._root).module}.{'weight' if base == name else 'bias'}"
+        values = self._tensors.finite(tensor, shape(self.spec, name))
+        return values + 1 if base == name and self.spec.family in NORMS_LESS_ONE else values
+
+    def _in_half_split_order(self, name: str, matrix: Matrix) -> Matrix:
+        """Heads that turn in part are handed out with their turning channels first in each half."""
+        if not self.spec.rope.channels or not name.endswith((".q", ".k")):
+            return matrix
+        size = self.spec.head_dim
+        heads = np.arange(0, shape(self.spec, name)[0], size)
+        return take_rows(matrix, (heads[:, None] + self.spec.rope.half_split_order(size)).reshape(-1))
 
     def tokenizer(self) -> TokenizerFiles:
         """tokenizer.json as it lies in the folder, with the template and special tokens of tokenizer_config.json."""
@@ -192,7 +206,7 @@ class SafetensorsSource:
         A quantised head is a head of its own whatever the config says; a float copy of the embedding under the head's
         name, which many writers add, is not. A config that says nothing means what is there.
         """
-        head = _TOP_NAMES["head"]
+        head = hub_place(spec, "head", self._root).module
         if self._linear is not None and self._linear.holds(self._tensors, head):
             return replace(spec, tied_embeddings=False)
         return replace(spec, tied_embeddings=True) if unsaid and f"{head}.weight" not in self._tensors else spec
@@ -206,34 +220,12 @@ class SafetensorsSource:
                 f"{self._tensors.place(bias)} is not zero, and edgekv runs {self.spec.family} without that bias."
             )
 
-    def _expected_shape(self, name: str) -> tuple[int, ...]:
-        spec = self.spec
-        sizes = {
-            "q_proj": (spec.num_heads * spec.head_dim, spec.hidden_size),
-            "k_proj": (spec.num_kv_heads * spec.head_dim, spec.hidden_size),
-            "v_proj": (spec.num_kv_heads * spec.head_dim, spec.hidden_size),
-            "o_proj": (spec.hidden_size, spec.num_heads * spec.head_dim),
-            "gate_proj": (spec.ffn_size, spec.hidden_size),
-            "up_proj": (spec.ffn_size, spec.hidden_size),
-            "down_proj": (spec.hidden_size, spec.ffn_size),
-            "embed_tokens": (spec.vocab_size, spec.hidden_size),
-            "lm_head": (spec.vocab_size, spec.hidden_size),
-        }
-        module, kind = name.split(".")[-2:]
-        shape = sizes.get(module, (spec.hidden_size,))
-        return shape[:1] if kind == "bias" else shape
-
 
 def hub_tokenizer(folder: Path) -> TokenizerFiles:
     """The tokenizer's files in a folder laid out as on the hub, whatever holds its weights."""
     source = SafetensorsSource.__new__(SafetensorsSource)
     source.folder = folder
     return source.tokenizer()
-
-
-def _hub_name(name: str, kind: str = "weight") -> str:
-    layer, _, part = name.rpartition(".")
-    return f"model.layers.{layer}.{_NAMES[part]}.{kind}" if layer else f"{_TOP_NAMES[part]}.{kind}"
 
 
 def _text(path: Path) -> str:

@@ -42,9 +42,8 @@ def test_a_published_config() -> None:
     )  # fmt: skip
 
 
-def test_families() -> None:
-    """Qwen2 has biases on Q, K and V; Mistral is Llama."""
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2"}
+def test_biases() -> None:
+    """Qwen2 has biases on Q, K and V; Mistral has none."""
     assert spec_from_config(config(model_type="qwen2", use_sliding_window=False)).qkv_bias
     assert not spec_from_config(config(model_type="mistral", sliding_window=None)).qkv_bias
 
@@ -126,7 +125,7 @@ def test_rope_parameters_of_newer_configs() -> None:
     assert spec_from_config(config(rope_scaling=None)).rope == RopeSpec(500000.0)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", None, 3, ["linear"]])
+@pytest.mark.parametrize("kind", ["mrope", "proportional", "", None, 3, ["linear"]])
 def test_rope_types_that_do_not_run(kind: Any) -> None:
     """case C28: refused by name, under either key."""
     for key in ("type", "rope_type"):
@@ -157,7 +156,7 @@ def test_rope_that_differs_between_layers() -> None:
 # ---- refused by name -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "phi3", "Llama", "", None, 3, ["llama"], {}])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma", "phi", "Llama", "", None, 3, ["llama"], {}])
 def test_an_unknown_model_type(kind: Any) -> None:
     """Refused with what it is and what runs."""
     with pytest.raises(UnsupportedModel, match="llama, mistral, qwen2"):
@@ -173,15 +172,124 @@ def test_an_unknown_model_type(kind: Any) -> None:
         ("llama", "attention_bias", True),
         ("llama", "mlp_bias", True),
         ("llama", "partial_rotary_factor", 0.5),
-        ("mistral", "sliding_window", 4096),
-        ("qwen2", "use_sliding_window", True),
+        ("llama", "sliding_window", 4096),
+        ("llama", "rope_interleaved", True),
+        ("mistral", "layer_types", ["full_attention"] * 16),
         ("qwen2", "hidden_act", "gelu_new"),
+        ("qwen2", "rope_parameters", {"rope_type": "default", "mrope_section": [16, 24, 24]}),
+        ("qwen3", "attention_bias", True),
+        ("smollm3", "attention_bias", True),
+        ("phi3", "partial_rotary_factor", 0.3),
+        ("phi3", "full_attn_mod", 2),
+        ("phi3", "rope_scaling", {"type": "yarn", "factor": 2.0}),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma2", "hidden_activation", "silu"),
+        ("gemma3_text", "attn_logit_softcapping", 50.0),
+        ("gemma3_text", "rope_parameters", {"rope_type": "default", "rope_theta": 1e6}),
+        ("granite", "num_local_experts", 8),
+        ("granite", "mup_width", 2.0),
     ],
 )
 def test_fields_that_change_the_arithmetic(family: str, field: str, value: Any) -> None:
     """What would be silently wrong is refused by the field's name."""
-    with pytest.raises(UnsupportedModel, match=field):
-        spec_from_config(config(model_type=family, **{field: value}))
+    changes = {"rope_scaling": ..., "model_type": family, field: value}
+    with pytest.raises(EdgeKVError, match=NAMES.get(field, field)):
+        spec_from_config(config(**changes))
+
+
+NAMES = {"partial_rotary_factor": "partial_rotary_factor|channels of a head", "rope_scaling": "rope type"}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES])
+def test_fields_of_transformers_config_classes(name: str) -> None:
+    """Each field that transformers writes for a family is read, checked or known to be inert: an unknown one would be
+    refused. (A Gemma 3 has its rotary embeddings by kind of layer.)"""
+    from transformers import AutoConfig
+
+    written = AutoConfig.for_model(name).to_dict()
+    spec = spec_from_config(json.loads(json.dumps(written)))
+    assert spec.family == name
+    assert spec.num_layers == written["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES])
+def test_every_number_of_a_config_class_is_read(name: str) -> None:
+    """A number that a family's config class has and edgekv passes over would be silently wrong: changing any of them
+    changes the spec, or is refused. Those that are only for training or for padding do not count."""
+    from transformers import AutoConfig
+
+    written = json.loads(json.dumps(AutoConfig.for_model(name).to_dict()))
+    written |= {"use_sliding_window": True} if "use_sliding_window" in written else {}
+    written |= {"no_rope_layers": None} if "no_rope_layers" in written else {}
+    if "layer_types" in written:
+        written |= {"layer_types": None, "sliding_window": written["sliding_window"] or 4096}
+    plain = spec_from_config(written)
+    silent = set()
+    for field, value in written.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                silent |= {field} if spec_from_config(written | {field: value * 2 + 2}) == plain else set()
+            except EdgeKVError:
+                continue
+    allowed = {"initializer_range", "pad_token_id", "pretraining_tp", "chunk_size_feed_forward"}
+    allowed |= {"original_max_position_embeddings"} if name == "phi3" else set()  # longrope alone has a use for it
+    assert {field for field in silent if not field.endswith(("dropout", "pdrop"))} <= allowed
+
+
+def test_windows_of_layers() -> None:
+    """Which layers slide, from each family's own way of saying it; a window that nothing exceeds is none."""
+    layers = 16
+
+    def windows(family: str, **changes: Any) -> tuple[int, ...]:
+        return spec_from_config(config(model_type=family, rope_scaling=..., **changes)).windows
+
+    assert windows("mistral") == (4096,) * layers, "transformers' default, where the config says nothing"
+    assert windows("mistral", sliding_window=None) == (0,) * layers
+    assert windows("mistral", sliding_window=131072) == (0,) * layers
+    assert windows("qwen2", use_sliding_window=False, sliding_window=4096) == (0,) * layers
+    upper = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 12}
+    assert windows("qwen2", **upper) == (0,) * 12 + (4096,) * 4
+    assert windows("qwen3", **upper | {"layer_types": ["full_attention", "sliding_attention"] * 8}) == (0, 4096) * 8
+    assert windows("smollm3", use_sliding_window=True, sliding_window=512) == (0, 0, 0, 512) * 4
+    assert windows("phi3", sliding_window=2047) == (2047,) * layers
+    assert windows("gemma2") == (4096, 0) * 8
+    assert windows("gemma3_text", sliding_window=512) == (512,) * 5 + (0,) + (512,) * 5 + (0,) + (512,) * 4
+    assert windows("gemma3_text", sliding_window=512, sliding_window_pattern=4) == (512, 512, 512, 0) * 4
+
+
+def test_layers_and_their_rotary_embeddings() -> None:
+    """SmolLM3 leaves out every fourth; Gemma 3's layers with a window have another base."""
+    smol = spec_from_config(config(model_type="smollm3", rope_scaling=...))
+    assert smol.rope_layers == (0, 0, 0, -1) * 4
+    gemma = spec_from_config(config(model_type="gemma3_text", rope_theta=..., rope_scaling=...))
+    assert [rope.theta for rope in gemma.ropes] == [1e6, 1e4]
+    assert gemma.rope_layers[:6] == (1, 1, 1, 1, 1, 0)
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    gemma = spec_from_config(config(model_type="gemma3_text", **old))
+    assert gemma.ropes == (RopeSpec(2e6, "linear", 8.0), RopeSpec(2e4))
+
+
+def test_a_gemma_that_also_sees() -> None:
+    """Its language model's config lies deeper and names only what differs from the class."""
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    inner |= {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    spec = spec_from_config({"model_type": "gemma3", "text_config": inner, "vision_config": {"hidden_size": 1152},
+                             "eos_token_id": [1, 106], "mm_tokens_per_image": 256})  # fmt: skip
+    assert (spec.hidden_size, spec.num_heads, spec.head_dim, spec.vocab_size) == (2560, 8, 256, 262208)
+    assert spec.eos_ids == (1, 106)
+    assert spec.tied_embeddings
+
+
+def test_stretched_contexts() -> None:
+    """Dynamic and YaRN scaling say how long a text may become."""
+
+    def context(scaling: dict[str, Any]) -> int:
+        return spec_from_config(config(max_position_embeddings=4096, rope_scaling=scaling)).max_context
+
+    assert context({"type": "dynamic", "factor": 2.0}) == 8192
+    assert context({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}) == 8192
+    assert context({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}) == 4096
+    assert context({"type": "linear", "factor": 2.0}) == 4096
 
 
 # ---- ends of text ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,11 @@ output projection, residual + norm (one operator), gate, up, SiLU, down. Choices
 * RoPE tables are graph inputs, so that an eviction re-makes them (kv/window.py).
 * `rows` picks the positions whose logits are wanted before the output head runs: one for decoding, all for evaluation,
   none for a chunk of prefill in the middle. A head over every prompt token would double the cost of prefill.
-* SiLU is QuickGelu with alpha 1: one operator instead of two.
+* SiLU is QuickGelu with alpha 1: one operator instead of two. FastGelu is the tanh approximation of GELU.
+* What a family adds (model/spec.py) costs a node only where it says something. Query and key norms work on the packed
+  row seen as heads, [T, H + 2 K, D]: split, normed, joined, so that attention gets one packed input in every family.
+  GroupQueryAttention has the scale, softcap and window of a layer itself (a window W is the W newest slots, itself
+  included, as in transformers), and turns nothing with do_rotary 0. Logits are scaled before the head, on E numbers.
 * Embedding and head of a tied model are one block of bytes in the data file, read by GatherBlockQuantized and
   MatMulNBits, whose 8-bit and 4-bit layouts agree.
 * Act-order (GPTQ, compressed-tensors) is a permutation of a layer's input columns. That of `down` is folded into the
@@ -35,6 +39,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from edgekv.engines.rope import rope_inputs
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.spec import ModelSpec
 from edgekv.weights.base import (
@@ -50,6 +55,7 @@ from edgekv.weights.base import (
     same_order,
     stack_bnb4,
     stack_rows,
+    take_rows,
 )
 
 OPSET = 21
@@ -64,9 +70,11 @@ _STANDARD_DOMAIN = (
     "MatMul",
     "Mul",
     "ReduceSum",
+    "Reshape",
     "SimplifiedLayerNormalization",
     "Split",
-)  # the last but one by ONNX Runtime's own convention
+    "Tanh",
+)  # the norm by ONNX Runtime's own convention
 
 _BNB_TYPES = {"fp4": 0, "nf4": 1}
 
@@ -186,14 +194,7 @@ def build(
     _declare_inputs(graph)
     hidden, tied = _embedding(graph, matrix)
     yield "embedding", None
-    normed = graph.node(
-        "SimplifiedLayerNormalization",
-        [hidden, graph.constant("0.attn_norm", source.vector("0.attn_norm"))],
-        ["0.attn_in"],
-        axis=-1,
-        epsilon=spec.rms_eps,
-        stash_type=1,
-    )
+    normed = _norm(graph, hidden, "0.attn_norm", source.vector("0.attn_norm"), "0.attn_in")
     for layer in range(spec.num_layers):
         normed, hidden = _layer(graph, source, matrix, layer, normed, hidden)
         yield f"layer {layer}", None
@@ -218,12 +219,18 @@ def _declare_inputs(graph: _Graph) -> None:
     graph.input("rows", TensorProto.INT64, ["R"])
     graph.input("seqlens_k", TensorProto.INT32, [1])  # total - 1
     graph.input("total", TensorProto.INT32, [])
-    graph.input("cos", TensorProto.FLOAT, ["C", half])
-    graph.input("sin", TensorProto.FLOAT, ["C", half])
+    for index in range(len(graph.spec.ropes)):
+        for name in rope_inputs(index):
+            graph.input(name, TensorProto.FLOAT, ["C", half])
 
 
 def _embedding(graph: _Graph, matrix: Matrices) -> tuple[str, _Linear]:
     """The first hidden state, and the same bytes as an output head."""
+    hidden, tied = _looked_up(graph, matrix)
+    return _times(graph, hidden, graph.spec.multipliers.embedding, "hidden.scaled"), tied
+
+
+def _looked_up(graph: _Graph, matrix: Matrices) -> tuple[str, _Linear]:
     held = matrix("embed")
     weight = held.side_by_side() if isinstance(held, SplitWeight) else held
     assert isinstance(weight, BlockWeight)  # as every embedding is held
@@ -260,32 +267,91 @@ def _layer(
     spec = graph.spec
     bias = np.concatenate([source.vector(f"{layer}.{part}.bias") for part in "qkv"]) if spec.qkv_bias else None
     packed = _joined(graph, f"{layer}.qkv", {part: matrix(f"{layer}.{part}") for part in "qkv"}, normed, bias)
+    if spec.attention.qk_norm:
+        packed = _normed_heads(graph, source, layer, packed)
     attended = _attention(graph, layer, packed)
     projected = _linear(graph, f"{layer}.o", matrix(f"{layer}.o"), attended)
-    normed, hidden = _add_norm(graph, f"{layer}.ffn", projected, hidden, source.vector(f"{layer}.ffn_norm"))
-    linear, order = _without_order(_store(graph, f"{layer}.down", matrix(f"{layer}.down")))
-    gate = _linear(graph, f"{layer}.gate", _take_rows(matrix(f"{layer}.gate"), order), normed)
-    up = _linear(graph, f"{layer}.up", _take_rows(matrix(f"{layer}.up"), order), normed)
-    gated = graph.node("QuickGelu", [gate], [f"{layer}.silu"], alpha=1.0)
-    product = graph.node("Mul", [gated, up], [f"{layer}.gated"])
-    down = _matmul(graph, linear, product, f"{layer}.down.out")
+    added = _addend(graph, source, f"{layer}.post_attn", projected)
+    normed, hidden = _add_norm(graph, f"{layer}.ffn", added, hidden, source.vector(f"{layer}.ffn_norm"))
+    down = _addend(graph, source, f"{layer}.post_ffn", _feed_forward(graph, matrix, layer, normed))
     last = layer + 1 == spec.num_layers
     gain = source.vector("norm") if last else source.vector(f"{layer + 1}.attn_norm")
     return _add_norm(graph, f"{layer + 1}.attn", down, hidden, gain)
 
 
+def _feed_forward(graph: _Graph, matrix: Matrices, layer: int, normed: str) -> str:
+    linear, order = _without_order(_store(graph, f"{layer}.down", matrix(f"{layer}.down")))
+    gate = _linear(graph, f"{layer}.gate", _take_rows(matrix(f"{layer}.gate"), order), normed)
+    up = _linear(graph, f"{layer}.up", _take_rows(matrix(f"{layer}.up"), order), normed)
+    if graph.spec.block.activation == "silu":
+        gated = graph.node("QuickGelu", [gate], [f"{layer}.silu"], alpha=1.0)
+    else:
+        gated = graph.node("FastGelu", [gate], [f"{layer}.gelu"])
+    product = graph.node("Mul", [gated, up], [f"{layer}.gated"])
+    return _matmul(graph, linear, product, f"{layer}.down.out")
+
+
+def _addend(graph: _Graph, source: WeightSource, name: str, delta: str) -> str:
+    """What a sublayer adds to the residual stream: its result, normed and scaled where the family does that."""
+    if graph.spec.block.post_norms:
+        delta = _norm(graph, delta, f"{name}_norm", source.vector(f"{name}_norm"), f"{name}_normed")
+    return _times(graph, delta, graph.spec.multipliers.residual, f"{name}_scaled")
+
+
+def _times(graph: _Graph, x: str, factor: float, output: str) -> str:
+    """x times a constant; x itself where that is 1."""
+    if factor == 1:
+        return x
+    return graph.node("Mul", [x, graph.constant(f"{output}.factor", np.array(factor, np.float32))], [output])
+
+
+def _normed_heads(graph: _Graph, source: WeightSource, layer: int, packed: str) -> str:
+    """The packed row with every query and key head normed, before it is turned."""
+    spec, name = graph.spec, f"{layer}.heads"
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    shapes = {"apart": [1, -1, heads + 2 * kv_heads, size], "together": [1, -1, spec.qkv_rows]}
+    shape = {key: graph.constant(f"{name}.{key}", np.array(sizes, np.int64)) for key, sizes in shapes.items()}
+    split = graph.constant(f"{name}.split", np.array([heads, kv_heads, kv_heads], np.int64))
+    apart = graph.node("Reshape", [packed, shape["apart"]], [f"{name}.all"])  # [1, T, H + 2 K, D]
+    graph.node("Split", [apart, split], [f"{name}.q", f"{name}.k", f"{name}.v"], axis=2)
+    normed = [
+        _norm(graph, f"{name}.{part}", f"{layer}.{part}_norm", source.vector(f"{layer}.{part}_norm"), f"{name}.{part}n")
+        for part in "qk"
+    ]
+    joined = graph.node("Concat", [*normed, f"{name}.v"], [f"{name}.joined"], axis=2)
+    return graph.node("Reshape", [joined, shape["together"]], [f"{name}.packed"])
+
+
 def _attention(graph: _Graph, layer: int, packed: str) -> str:
-    spec = graph.spec
+    spec, rope = graph.spec, graph.spec.rope_layers[layer]
+    special: dict[str, Any] = {
+        "scale": spec.attention.scale,
+        "softcap": spec.attention.softcap,
+        "local_window_size": spec.windows[layer],
+    }
     shape = [1, spec.num_kv_heads, "C", spec.head_dim]
     past = [graph.input(f"past_{part}.{layer}", TensorProto.FLOAT, shape) for part in "kv"]
     present = [graph.output(f"present_{part}.{layer}", TensorProto.FLOAT, shape) for part in "kv"]
     return graph.node(
         "GroupQueryAttention",
-        [packed, "", "", *past, "seqlens_k", "total", "cos", "sin"],
+        [packed, "", "", *past, "seqlens_k", "total", *(rope_inputs(rope) if rope >= 0 else ())],
         [f"{layer}.attention", *present],
         num_heads=spec.num_heads,
         kv_num_heads=spec.num_kv_heads,
-        do_rotary=1,
+        do_rotary=int(rope >= 0),
+        **{name: value for name, value in special.items() if value},
+    )
+
+
+def _norm(graph: _Graph, x: str, gain_name: str, gain: np.ndarray[Any, Any], output: str) -> str:
+    """RMS norm over the last axis."""
+    return graph.node(
+        "SimplifiedLayerNormalization",
+        [x, graph.constant(gain_name, gain)],
+        [output],
+        axis=-1,
+        epsilon=graph.spec.rms_eps,
+        stash_type=1,
     )
 
 
@@ -300,9 +366,15 @@ def _add_norm(graph: _Graph, name: str, delta: str, hidden: str, gain: np.ndarra
 def _head(graph: _Graph, matrix: Matrices, normed: str, tied: _Linear) -> None:
     graph.node("ReduceSum", [normed], ["check"], keepdims=1)  # not finite if any hidden state is not (case C13)
     graph.output("check", TensorProto.FLOAT, [1, 1, 1])
+    factors = graph.spec.multipliers
     chosen = graph.node("Gather", [normed, "rows"], ["head_in"], axis=1)
+    chosen = _times(graph, chosen, factors.logits / (factors.logit_softcap or 1.0), "head_in.scaled")
     linear = tied if graph.spec.tied_embeddings else _store(graph, "head", matrix("head"))
-    _matmul(graph, linear, chosen, "logits")
+    if factors.logit_softcap:
+        bounded = graph.node("Tanh", [_matmul(graph, linear, chosen, "logits.raw")], ["logits.bounded"])
+        _times(graph, bounded, factors.logit_softcap, "logits")
+    else:
+        _matmul(graph, linear, chosen, "logits")
     graph.output("logits", TensorProto.FLOAT, [1, "R", graph.spec.vocab_size])
 
 
@@ -346,11 +418,9 @@ def _take_rows(weight: Held, rows: Order | None) -> Held:
     """The layer with its outputs in another order; exact. None: as they are."""
     if rows is None:
         return weight
-    if isinstance(weight, BlockWeight):
-        return weight.take_rows(rows)
     if isinstance(weight, SplitWeight):
         return SplitWeight(weight.high.take_rows(rows), weight.low.take_rows(rows))
-    return (weight.dequantize() if isinstance(weight, Bnb4Weight) else weight)[rows]
+    return take_rows(weight, rows)
 
 
 def _matmul(graph: _Graph, linear: _Linear, x: str, output: str) -> str:
