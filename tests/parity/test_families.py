@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ATTENTION
 from helpers.engines import measured_scales
 from helpers.families import VARIANTS, WINDOW, write_variant
 from helpers.in_cache import InCacheModel, load
@@ -32,6 +33,12 @@ SEEN = 100 * TOLERANCE
 CAPACITY, STRIDE, PINNED = 64, 8, 4
 OpenEngine = Callable[..., OnnxEngine]
 DROPPED = [(name, feature) for name, variant in VARIANTS.items() for feature in variant.dropped]
+
+
+@pytest.fixture(params=ATTENTION)
+def attention(request: Any) -> str:
+    """Every test here runs with each attention operator."""
+    return str(request.param)
 
 
 class Variants:
