@@ -468,7 +468,7 @@ Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
         (lambda m, t: m.pop("tokenizer.ggml.tokens"), BadCheckpoint, "tokenizer.ggml.tokens"),
         (lambda m, t: m.update({"llama.block_count": "two"}), BadCheckpoint, "llama.block_count is 'two', not a int"),
         (lambda m, t: m.update({"llama.block_count": 3}), BadCheckpoint, r"blk\.2"),
-        (lambda m, t: m.update({"llama.block_count": 2_000_000_000}), BadCheckpoint, "2000000000 layers"),
+        (lambda m, t: m.update({"llama.block_count": 2_000_000_000}), BadCheckpoint, "num_layers is 2000000000"),
         (lambda m, t: m.update({"llama.attention.head_count": 0}), BadCheckpoint, "num_heads is 0"),
         (lambda m, t: m.update({"llama.attention.head_count": [4, 4]}), BadCheckpoint, "head_count"),
         (lambda m, t: m.update({"llama.attention.head_count": 3}), BadCheckpoint, "3 query heads|attn_q"),
