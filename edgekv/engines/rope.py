@@ -78,6 +78,18 @@ def rope_tables(rope: RopeSpec, head_dim: int, first: int, count: int) -> tuple[
     return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
 
 
+def rotate(rows: Float32, cos: Float32, sin: Float32) -> Float32:
+    """Turn rows [..., T, D] by tables [T, D/2], channel d with d + D/2; -sin turns them back."""
+    low, high = np.split(rows, 2, axis=-1)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def rotated_centre(centre: Float32, spec: ModelSpec, capacity: int, first: int, count: int) -> Float32:
+    """What keys at positions first .. first+count-1 are held without: a centre [K, D] at their angles, [K, count, D]."""
+    tables = rope_tables(settled(spec.rope, spec.head_dim, capacity), spec.head_dim, first, count)
+    return rotate(centre[:, None], *tables)
+
+
 def _llama3(frequencies: Float64, rope: RopeSpec) -> Float64:
     """Llama 3.1's scaling: slow pairs are divided by the factor, fast ones kept, those between interpolated."""
     wavelengths = 2 * np.pi / frequencies

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.engines.base import Engine
+from edgekv.engines.rope import rotated_centre
 from edgekv.kv.quant import LIMIT, fake_quantize
 from edgekv.kv.scales import KVScales
 
@@ -39,9 +40,11 @@ class ErrorMeter:
     def see(self, engine: Engine, start: int, stop: int) -> None:
         """Take in the rows of slots start .. stop-1."""
         for layer, sums in enumerate(self.sums):
-            scales = (self._scales.k[layer], self._scales.v[layer])
-            for part, (rows, scale) in enumerate(zip(engine.rows(layer, start, stop), scales, strict=True)):
-                sums[part] += self._count(rows, scale[:, None])
+            keys, values = engine.rows(layer, start, stop)
+            centre = self._scales.centre_of(layer)
+            taken = 0.0 if centre is None else self._turned(centre, engine, start, stop)
+            sums[0] += self._count(keys - taken, keys, self._scales.k[layer][:, None])
+            sums[1] += self._count(values, values, self._scales.v[layer][:, None])
 
     def layers(self) -> tuple[LayerCheck, ...]:
         """The errors so far, by layer."""
@@ -51,11 +54,15 @@ class ErrorMeter:
         """The errors of all layers together, as if they were one (number -1)."""
         return LayerCheck(-1, *_ratios(self.sums.sum(axis=0)))
 
-    def _count(self, rows: Float32, scale: Float32) -> tuple[float, float, float, float]:
-        """Rows [K, T, D], scale [K, 1, D]."""
+    @staticmethod
+    def _turned(centre: Float32, engine: Engine, start: int, stop: int) -> Float32:
+        return rotated_centre(centre, engine.spec, engine.kv.capacity, start + engine.evicted, stop - start)
+
+    def _count(self, held: Float32, rows: Float32, scale: Float32) -> tuple[float, float, float, float]:
+        """What is quantised of rows, and the rows, [K, T, D]; scale [K, 1, D]."""
         dtype = self._scales.dtype
-        difference = fake_quantize(rows, scale, dtype) - rows
-        beyond = int(np.count_nonzero(np.abs(rows) > (LIMIT[dtype] + 0.5) * scale))
+        difference = fake_quantize(held, scale, dtype) - held
+        beyond = int(np.count_nonzero(np.abs(held) > (LIMIT[dtype] + 0.5) * scale))
         return _energy(difference), _energy(rows), beyond, rows.size
 
 

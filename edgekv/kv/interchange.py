@@ -56,7 +56,7 @@ def retarget(scales: KVScales, dtype: KVDtype, granularity: Granularity) -> KVSc
             f"Scales per {scales.granularity} cannot be made finer (per {granularity}): calibrate with "
             f"--granularity {granularity}."
         )
-    factor = np.float32(LIMIT[scales.dtype] / LIMIT[dtype])
+    scales, factor = scales.without_centre(), np.float32(LIMIT[scales.dtype] / LIMIT[dtype])
     k, v = (coarsen(array * factor if dtype != scales.dtype else array, granularity) for array in (scales.k, scales.v))
     return replace(scales, k=k, v=v, dtype=dtype, granularity=granularity)
 
@@ -69,6 +69,7 @@ def to_genai(scales: KVScales) -> dict[str, Any]:
     """
     if scales.granularity == "head":
         raise InvalidOption("onnxruntime-genai has scales per channel or per tensor: export with --granularity tensor.")
+    scales = scales.without_centre()
     flat = [part.reshape(len(part), -1) for part in (scales.k, scales.v)]  # [L, K D]
     k, v = ((part[:, :1] if scales.granularity == "tensor" else part).tolist() for part in flat)
     return {"qmax": GENAI_QMAX[scales.dtype], "scales": {"k_scales": k, "v_scales": v}}

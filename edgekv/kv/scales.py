@@ -2,14 +2,16 @@
 
 Symmetric and static, x ~ code * scale. The file is safetensors with two float32 tensors, k and v, each [L, K, D],
 whatever the granularity (a coarser one repeats values), and text metadata that says what it scales and how it came
-about. A file that does not match the model, the dtype or the granularity is refused (case C11); scale 1.0 is never
+about. A third tensor, `k_centre`, is there for models whose keys carry large constants (a K bias, as Qwen2 has): what is
+taken out of a key before it is rotated, zero but for a few pairs of channels; scales are then of what is left. An engine
+that keeps keys whole takes `without_centre()`. A file that does not match the model, the dtype or the granularity is refused (case C11); scale 1.0 is never
 assumed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -18,11 +20,12 @@ import numpy.typing as npt
 
 from edgekv.errors import ScalesError
 from edgekv.files import atomic_file
-from edgekv.kv.quant import LIMIT, coarsen
+from edgekv.kv.quant import LIMIT, coarsen, pair_norms
 from edgekv.kv.spec import Granularity, KVDtype
 from edgekv.model.spec import ModelSpec
 
 FORMAT_VERSION = "1"
+CENTRED_VERSION = "2"  # with a k_centre, which an older reader would leave out of the scores
 DEFAULT_NAME = "kv_scales.safetensors"
 """The file in a model's folder for INT8 per channel; others carry their dtype and granularity in the name."""
 
@@ -52,6 +55,26 @@ class KVScales:
     granularity: Granularity
     fingerprint: str  # of the model, as its edgekv.json says it
     provenance: Provenance
+    k_centre: Float32 | None = None  # [L, K, D], or None: nothing is taken out
+
+    @property
+    def centre_pairs(self) -> npt.NDArray[np.int64]:
+        """The RoPE pairs p (channels p and p + D/2) of which something is taken out in some layer."""
+        if self.k_centre is None:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(pair_norms(self.k_centre).any(axis=(0, 1))).astype(np.int64)
+
+    def centre_of(self, layer: int) -> Float32 | None:
+        """What is taken out of a layer's keys, [K, D]; None: nothing."""
+        return None if self.k_centre is None or not self.k_centre[layer].any() else self.k_centre[layer]
+
+    def without_centre(self) -> KVScales:
+        """Scales for keys that are kept whole: wide enough for the centre at any position."""
+        if self.k_centre is None:
+            return self
+        norms = pair_norms(self.k_centre)
+        wider = self.k + np.concatenate([norms, norms], axis=-1) / np.float32(LIMIT[self.dtype])
+        return replace(self, k=coarsen(wider, self.granularity), k_centre=None)
 
     def check(self, spec: ModelSpec, fingerprint: str, dtype: KVDtype, granularity: Granularity) -> None:
         """Make sure that these scales are for this model and cache.
@@ -95,18 +118,21 @@ def write_scales(path: Path, scales: KVScales) -> None:
     from safetensors.numpy import save_file
 
     provenance = {name: str(value) for name, value in vars(scales.provenance).items()}
+    tensors = {"k": scales.k, "v": scales.v}
+    if scales.k_centre is not None:
+        tensors["k_centre"] = scales.k_centre
     metadata = {
         "format": "edgekv-kv-scales",
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION if scales.k_centre is None else CENTRED_VERSION,
         "fingerprint": scales.fingerprint,
         "dtype": scales.dtype,
         "granularity": scales.granularity,
         "divisor": str(LIMIT[scales.dtype]),
-        "sha256": _digest(scales.k, scales.v),
+        "sha256": _digest(tensors),
         **provenance,
     }
     with atomic_file(path) as part:
-        save_file({"k": scales.k, "v": scales.v}, part, metadata)
+        save_file(tensors, part, metadata)
 
 
 def read_scales(path: Path) -> KVScales:
@@ -121,44 +147,47 @@ def read_scales(path: Path) -> KVScales:
         raise ScalesError(f"There are no KV scales at {path}: make them with `edgekv calibrate`.")
     try:
         with safe_open(path, framework="np") as file:
-            metadata, k, v = file.metadata() or {}, file.get_tensor("k"), file.get_tensor("v")
+            metadata, centred = file.metadata() or {}, "k_centre" in file.keys()  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in ("k", "v", *(["k_centre"] if centred else []))}
     except (SafetensorError, OSError, TypeError) as error:
         raise ScalesError(
             f"{path} is not a whole scales file ({error}): make it again with `edgekv calibrate`."
         ) from None
-    if metadata.get("format") != "edgekv-kv-scales" or metadata.get("format_version") != FORMAT_VERSION:
-        raise ScalesError(f"{path} is not a KV scales file of format version {FORMAT_VERSION}.")
-    _check_values(path, k, v)
-    if metadata.get("sha256", _digest(k, v)) != _digest(k, v):
+    version = CENTRED_VERSION if centred else FORMAT_VERSION
+    if metadata.get("format") != "edgekv-kv-scales" or metadata.get("format_version") != version:
+        raise ScalesError(f"{path} is not a KV scales file of format version {version}.")
+    _check_values(path, tensors)
+    if metadata.get("sha256", _digest(tensors)) != _digest(tensors):
         raise ScalesError(f"{path} is damaged (its hash does not fit): make it again with `edgekv calibrate`.")
     try:
-        return _from_metadata(k, v, metadata)
+        return _from_metadata(tensors, metadata)
     except (KeyError, ValueError) as error:
         raise ScalesError(
             f"{path} does not say what it scales ({error}): make it again with `edgekv calibrate`."
         ) from None
 
 
-def _digest(k: Float32, v: Float32) -> str:
+def _digest(tensors: dict[str, Float32]) -> str:
     """The SHA-256 of the numbers; a file without one is accepted, one with another is not."""
-    return hashlib.sha256(k.tobytes() + v.tobytes()).hexdigest()
+    return hashlib.sha256(b"".join(array.tobytes() for array in tensors.values())).hexdigest()
 
 
-def _check_values(path: Path, k: Float32, v: Float32) -> None:
-    for name, array in (("k", k), ("v", v)):
-        if array.ndim != 3 or array.dtype != np.float32 or array.shape != k.shape:
+def _check_values(path: Path, tensors: dict[str, Float32]) -> None:
+    for name, array in tensors.items():
+        if array.ndim != 3 or array.dtype != np.float32 or array.shape != tensors["k"].shape:
             raise ScalesError(
                 f"{path}: {name} is {array.dtype} {list(array.shape)}; it must be float32 [layers, heads, size]."
             )
-        bad = np.argwhere(~(np.isfinite(array) & (array > 0)))
+        bad = np.argwhere(~(np.isfinite(array) & ((array > 0) | (name == "k_centre"))))
         if len(bad):
             layer, head, channel = (int(i) for i in bad[0])
+            wanted = "finite" if name == "k_centre" else "positive"
             raise ScalesError(
-                f"{path}: the {name} scale of layer {layer}, head {head}, channel {channel} is not positive."
+                f"{path}: the {name} scale of layer {layer}, head {head}, channel {channel} is not {wanted}."
             )
 
 
-def _from_metadata(k: Float32, v: Float32, metadata: dict[str, str]) -> KVScales:
+def _from_metadata(tensors: dict[str, Float32], metadata: dict[str, str]) -> KVScales:
     dtype, granularity = metadata["dtype"], metadata["granularity"]
     if dtype not in get_args(KVDtype) or granularity not in get_args(Granularity):
         raise ValueError(f"dtype {dtype}, granularity {granularity}")
@@ -171,4 +200,12 @@ def _from_metadata(k: Float32, v: Float32, metadata: dict[str, str]) -> KVScales
         v_error=float(metadata["v_error"]),
         saturated=float(metadata["saturated"]),
     )
-    return KVScales(k, v, dtype, granularity, metadata["fingerprint"], provenance)  # type: ignore[arg-type]
+    return KVScales(
+        tensors["k"],
+        tensors["v"],
+        dtype,  # type: ignore[arg-type]
+        granularity,  # type: ignore[arg-type]
+        metadata["fingerprint"],
+        provenance,
+        tensors.get("k_centre"),
+    )

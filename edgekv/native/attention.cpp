@@ -173,6 +173,10 @@ const char* fault(const Problem& p) {
   if (p.tokens > s.capacity - s.before) return "the new tokens do not fit the cache";
   if (s.evicted < 0 || s.evicted > int64_t{1} << 53) return "the count of evicted tokens is out of range";
   if (s.pinned < 0 || s.pinned >= s.capacity) return "the pinned prefix leaves no window";
+  if (p.turned < 0 || p.turned > kMaxTurned || (p.centre && s.ring)) return "the centre does not fit the layer";
+  for (int i = 0; i < p.turned; i++) {
+    if (p.pairs[i] < 0 || p.pairs[i] >= p.half) return "the centre has a pair that is not rotated";
+  }
   if (s.ring && p.total() - p.oldest(s.before) > s.ring) return "the new tokens do not fit the layer's ring";
   return nullptr;
 }

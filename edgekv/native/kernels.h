@@ -31,6 +31,7 @@ namespace edgekv {
 constexpr int kBlock = 16;    // slots in a block
 constexpr int kMaxDim = 256;  // head sizes are multiples of 16 up to this
 constexpr int kMaxRows = 32;  // query rows that one unit of work handles
+constexpr int kMaxTurned = 32;  // pairs of channels whose centre is taken out of the keys
 
 enum class CacheType { kFloat, kInt8 };
 
@@ -64,7 +65,13 @@ struct Problem {
   const float* sin;         // [T, R / 2]
   const float* cos_pinned;  // [T, R / 2] at that position less the evicted tokens
   const float* sin_pinned;  // [T, R / 2]
-  float* out;               // [T, H D]
+  // A constant that is taken out of the keys before they turn, and put back into the scores: q . R(n) centre, of the key
+  // at position n. It is zero but for a few pairs of channels; null: nothing is taken out.
+  const float* centre;   // [K, D]
+  const int64_t* pairs;  // [P]: channels pairs[i] and pairs[i] + R / 2
+  const float* turns;    // [2, P, slots]: cos and sin of those pairs at the angle of each slot's key
+  int turned;            // P
+  float* out;            // [T, H D]
 
   int group() const { return heads / kv_heads; }  // G
   int64_t rows() const { return tokens * group(); }

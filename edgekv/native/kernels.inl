@@ -11,6 +11,9 @@
 //     softmax   p[r][s] = exp(raw - maximum of the tile)    relative to the tile, so a sink elsewhere costs no digits
 //     weigh     o[r][d] = o[r][d] alpha + beta sum_s p[r][s] v[s][d]
 //
+// Where keys are held less their centre c, the score of the key at position n is q . R(n) (k - c) + q . R(n) c, and of a
+// pair of channels the latter is (q1 c1 + q2 c2) cos(n w) + (q2 c1 - q1 c2) sin(n w): two products a pair and slot.
+//
 // In INT8 q and p are integers of 15 or 16 bits, so that both sums are integer dot products over the stored codes:
 // exact, and nothing is ever dequantised. V's channel scales are applied to the output.
 
@@ -95,7 +98,11 @@ void append_row(const Problem& p, int64_t token, int kv_head) {
   Element* keys = static_cast<Element*>(p.keys) + block;
   Element* values = static_cast<Element*>(p.values) + block;
   const int place = static_cast<int>(slot % kBlock);
-  float rotated[kMaxDim];
+  float rotated[kMaxDim], left[kMaxDim];
+  if (p.centre) {
+    for (int d = 0; d < dim; d++) left[d] = key[d] - p.centre[int64_t{kv_head} * dim + d];
+    key = left;
+  }
   rotate(p, key, token, pinned, rotated);
   for (int d = 0; d < dim; d++) {
     keys[Cache::key_at(place, d)] = Cache::encode(rotated[d], k_scale ? k_scale[d] : 1.0f);
@@ -121,6 +128,7 @@ struct alignas(64) Work {
   float values[kMaxRows * kMaxDim];                       // [rows, D], the running weighted sum
   float query_scale[2][kMaxRows];                         // a raw score times this is the score
   int32_t query_sum[2][kMaxRows];                         // for simd::score
+  float turn[2][kMaxRows][2 * kMaxTurned];                // of cos and of sin in a raw score, for each pair
   float maximum[kMaxRows];                                // running, in scores
   float sum[kMaxRows];                                    // running, in the units of the weights
   float alpha[kMaxRows];
@@ -131,6 +139,16 @@ struct alignas(64) Work {
   const char* ahead_end;  // here
 };
 
+// What a rotated query makes of the centre: the factors of each pair's cos and sin in its scores.
+inline void turn_query(const Problem& p, int kv_head, const float* q, float* turn) {
+  const float* centre = p.centre + int64_t{kv_head} * p.dim;
+  for (int i = 0; i < p.turned; i++) {
+    const int64_t low = p.pairs[i], high = low + p.half;
+    turn[2 * i] = (q[low] * centre[low] + q[high] * centre[high]) * p.scale;
+    turn[2 * i + 1] = (q[high] * centre[low] - q[low] * centre[high]) * p.scale;
+  }
+}
+
 // A row of the unit's queries: rotated, scaled, and for INT8 made an integer.
 template <class Cache>
 void prepare_query(const Problem& p, const Unit& unit, int row, bool pinned, Work<Cache>& work) {
@@ -140,6 +158,8 @@ void prepare_query(const Problem& p, const Unit& unit, int row, bool pinned, Wor
   float q[kMaxDim];
   rotate(p, p.qkv + token * p.qkv_stride() + head * dim, token, pinned, q);
   const float* k_scale = p.k_scale ? p.k_scale + int64_t{unit.kv_head} * dim : nullptr;
+  float* turn = work.turn[pinned][row];
+  if (p.centre) turn_query(p, unit.kv_head, q, turn);
   float largest = 0, check = 0;
   for (int d = 0; d < dim; d++) {
     q[d] *= k_scale ? k_scale[d] * p.scale : p.scale;
@@ -158,6 +178,7 @@ void prepare_query(const Problem& p, const Unit& unit, int row, bool pinned, Wor
     const float step = usable ? largest / simd::kQueryLimit : kTinyScale;
     work.query_scale[pinned][row] = step;
     work.query_sum[pinned][row] = simd::encode_query(q, usable ? 1.0f / step : 0.0f, usable, dim, target);
+    for (int i = 0; i < 2 * p.turned; i++) turn[i] /= step;
   }
 }
 
@@ -223,6 +244,23 @@ void score_tile(const Problem& p, const Unit& unit, const Tile& tile, Work<Cache
       float* out = work.scores + int64_t{row} * work.tile_slots + block * kBlock;
       simd::score(rows, query, work.query_sum[tile.pinned] + row, keys, p.dim, out, work.tile_slots);
       row += rows;
+    }
+  }
+}
+
+// Put the centre's part back into one row of raw scores.
+template <class Cache>
+void add_centre(const Problem& p, const Tile& tile, int row, Work<Cache>& work) {
+  using F = typename simd::F;
+  float* scores = work.scores + int64_t{row} * work.tile_slots;
+  const float* turn = work.turn[tile.pinned][row];
+  for (int i = 0; i < p.turned; i++) {
+    const F a = simd::set(turn[2 * i]), b = simd::set(turn[2 * i + 1]);
+    const float* cosine = p.turns + i * p.slots + tile.slot;
+    const float* sine = p.turns + (p.turned + i) * p.slots + tile.slot;
+    for (int s = 0; s < tile.slots; s += simd::kWidth) {
+      const F sum = simd::fma(b, simd::load(sine + s), simd::load(scores + s));
+      simd::store(scores + s, simd::fma(a, simd::load(cosine + s), sum));
     }
   }
 }
@@ -323,6 +361,7 @@ void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int
   for (int row = tile.first_row; row < tile.last_row; row++) {
     const Span span = visible(p, unit, segment, row);
     const int low = static_cast<int>(most(span.begin - slot, 0)), high = static_cast<int>(least(span.end - slot, slots));
+    if (p.centre) add_centre(p, tile, row, work);
     soften_row(p, row, slots, low, high, work.query_scale[segment.pinned][row], work);
     tile.low = low < tile.low ? low : tile.low;
     tile.high = high > tile.high ? high : tile.high;

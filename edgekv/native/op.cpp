@@ -7,6 +7,9 @@
 //               angles   float [4, T, R / 2]   cos and sin at the absolute positions, and less the evicted tokens, of
 //                        the R <= D channels that are rotated; left out where a layer rotates nothing
 //               scales   float [2, K, D]   of keys and of values; only with an INT8 cache
+//               centre   float [K, D]   what is taken out of keys before they turn; with the next two, or left out
+//               pairs    int64 [P]   where the centre is not zero: channels pairs[i] and pairs[i] + R / 2
+//               turns    float [2, P, slots]   cos and sin of those pairs at the angle of each slot's key
 //     output    float [1, T, H D]
 //     attributes  num_heads, kv_num_heads (int), scale (float, 0 is 1 / sqrt(D)), softcap (float, 0 is none), window
 //               (int: how many tokens each sees, itself included; 0 is all)
@@ -111,6 +114,8 @@ float number(const ort::KernelInfo* info, const char* name, float otherwise) {
   return value;
 }
 
+enum Input : size_t { kQkv, kKeys, kValues, kState, kAngles, kScales, kCentre, kPairs, kTurns, kInputs };
+
 class Kernel {
  public:
   explicit Kernel(const ort::KernelInfo* info)
@@ -192,8 +197,23 @@ class Kernel {
     problem.sin = table + size;
     problem.cos_pinned = table + 2 * size;
     problem.sin_pinned = table + 3 * size;
+    if (count > kCentre) read_centre(context, dim, problem);
     if (const char* what = fault(problem)) throw Failure(what);
     return problem;
+  }
+
+  void read_centre(const ort::KernelContext* context, int64_t dim, Problem& problem) const {
+    const Tensor centre = input(context, kCentre), pairs = input(context, kPairs), turns = input(context, kTurns);
+    require(centre.is(ort::kFloat, 2) && centre.dims[0] == kv_heads_ && centre.dims[1] == dim,
+            "CachedAttention: the centre is not float [K, D]");
+    require(pairs.is(ort::kInt64, 1), "CachedAttention: pairs are not int64 [P]");
+    require(turns.is(ort::kFloat, 3) && turns.dims[0] == 2 && turns.dims[1] == pairs.dims[0] &&
+                turns.dims[2] == problem.slots,
+            "CachedAttention: turns are not float [2, P, slots]");
+    problem.centre = static_cast<const float*>(centre.data);
+    problem.pairs = static_cast<const int64_t*>(pairs.data);
+    problem.turns = static_cast<const float*>(turns.data);
+    problem.turned = static_cast<int>(pairs.dims[0] <= kMaxTurned ? pairs.dims[0] : -1);
   }
 
   int64_t heads_, kv_heads_;
@@ -202,11 +222,9 @@ class Kernel {
   const Kernels* kernels_[2];  // for a float and for an INT8 cache
 };
 
-enum Input : size_t { kQkv, kKeys, kValues, kState, kAngles, kScales, kInputs };
-
 int input_type(const ort::CustomOp*, size_t index) {
   if (index == kKeys || index == kValues) return ort::kUndefined;  // any; Kernel::read checks it
-  return index == kState ? ort::kInt64 : ort::kFloat;
+  return index == kState || index == kPairs ? ort::kInt64 : ort::kFloat;
 }
 
 ort::Status* create(const ort::CustomOp*, const ort::ApiTable*, const ort::KernelInfo* info, void** kernel) {
@@ -228,7 +246,7 @@ ort::CustomOp make_op() {
   op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
   op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   op.GetInputCharacteristic = [](const ort::CustomOp*, size_t index) -> int {
-    return index == kScales || index == kAngles ? ort::kOptional : ort::kRequired;
+    return index >= kAngles ? ort::kOptional : ort::kRequired;
   };
   op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) -> int { return ort::kRequired; };
   op.GetInputMemoryType = [](const ort::CustomOp*, size_t) -> int { return ort::kDefaultMemory; };
