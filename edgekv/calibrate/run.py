@@ -22,7 +22,7 @@ from edgekv.calibrate.corpus import Excerpts, Passages, open_corpus
 from edgekv.calibrate.measure import losses
 from edgekv.calibrate.observe import Observer
 from edgekv.calibrate.options import CalibrateOptions, Progress
-from edgekv.calibrate.thresholds import needs_histograms, thresholds
+from edgekv.calibrate.thresholds import centre, needs_histograms, thresholds
 from edgekv.engines.base import Engine
 from edgekv.errors import UnsupportedModel
 from edgekv.evaluate.rows import ErrorMeter, LayerCheck
@@ -119,6 +119,7 @@ def _make_scales(
     k, v = thresholds(seen, options)
     provenance = Provenance(options.method, options.headroom, seen.tokens, corpus)
     scales = from_thresholds(k, v, options.dtype, options.granularity, fingerprint, provenance)
+    scales = replace(scales, k_centre=centre(seen, options))
     meter = ErrorMeter(scales)
     step = max(1, seen.tokens // SEEN_AGAIN)
     for sequence in Excerpts(tuple(map(tuple, sequences[::step]))).run(engine):

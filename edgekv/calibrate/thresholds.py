@@ -19,6 +19,11 @@ count, exactly, if values lie evenly inside it. A key's channel is r cos a for a
 its histogram is that of r with each bin spread by the arcsine law, P(r |cos a| <= x) = 1 - (2 / pi) acos(x / r); the
 keys as they were seen would do for the positions seen, and for no others.
 
+Where keys carry a constant much larger than what varies (a K bias), the constant is taken out before the rotation and
+put back exactly into the scores (kv/scales.py, native/kernels.inl); t is then the envelope of what is left. It costs
+the attention two products a pair and slot in the layers that have such pairs, so only pairs that gain CENTRE_GAIN times
+a finer scale count, and at most MAX_PAIRS of them; most models have none.
+
 Measured on SmolLM2-135M-Instruct, INT8 per channel, 6,000 tokens of prose against a float cache, scales from seed
 prompts (4,096 tokens unless said). Ratios of perplexity are 0.9985 to 1.0023 with a standard error of 0.0015, so they
 decide nothing; the mean KL divergence does, in units of 0.001, and the share of keys at the largest code, in 0.00001:
@@ -42,7 +47,7 @@ import numpy.typing as npt
 from edgekv.calibrate.observe import BINS, Histogram, Observer
 from edgekv.calibrate.options import CalibrateOptions, Method
 from edgekv.errors import EngineError
-from edgekv.kv.quant import LIMIT
+from edgekv.kv.quant import LIMIT, pair_norms
 from edgekv.kv.spec import KVDtype
 
 Float32 = npt.NDArray[np.float32]
@@ -50,6 +55,26 @@ Float64 = npt.NDArray[np.float64]
 
 CANDIDATES: Float64 = np.linspace(0.3, 1.0, 36)
 """Thresholds that `mse` tries, relative to the largest magnitude seen."""
+
+
+CENTRE_GAIN = 4.0
+"""How much finer a pair's scale must become for its mean to be taken out."""
+
+MAX_PAIRS = 16
+"""Pairs in all; the operator takes up to 32 (native/kernels.h)."""
+
+
+def centre(seen: Observer, options: CalibrateOptions) -> Float32 | None:
+    """What is to be taken out of the keys, [L, K, D], zero but for the pairs that gain most; None where none does."""
+    if options.centre == "none" or options.method != "envelope" or seen.k_mean is None:
+        return None
+    gains = seen.pair_max / np.maximum(seen.left_max, np.float32(1e-6))  # [L, K, D/2]
+    best = np.argsort(-gains.max(axis=(0, 1)))[:MAX_PAIRS]
+    taken = np.zeros(gains.shape, np.bool_)
+    taken[..., best] = gains[..., best] >= CENTRE_GAIN
+    if not taken.any():
+        return None
+    return np.where(np.concatenate([taken, taken], axis=-1), seen.k_mean, np.float32(0))
 
 
 def needs_histograms(method: Method) -> bool:
@@ -64,6 +89,8 @@ def thresholds(seen: Observer, options: CalibrateOptions) -> tuple[Float32, Floa
         EngineError: one of them is not finite.
     """
     pairs = _statistic(seen.pair_max, seen.pair_histograms, options, rotated=True)  # [L, K, D/2]
+    if (taken := centre(seen, options)) is not None:
+        pairs = np.where(pair_norms(taken) > 0, seen.left_max, pairs)
     values = _statistic(seen.v_max, seen.v_histograms, options, rotated=False)  # [L, K, D]
     with np.errstate(over="ignore"):  # refused below, with its place
         found = [x * np.float32(options.headroom) for x in (np.concatenate([pairs, pairs], axis=-1), values)]

@@ -85,7 +85,7 @@ def rotate(rows: Float32, cos: Float32, sin: Float32) -> Float32:
 
 
 def rotated_centre(centre: Float32, spec: ModelSpec, capacity: int, first: int, count: int) -> Float32:
-    """What keys at positions first .. first+count-1 are held without: a centre [K, D] at their angles, [K, count, D]."""
+    """What keys at positions first .. first+count-1 are held without: a centre [K, D] turned, [K, count, D]."""
     tables = rope_tables(settled(spec.rope, spec.head_dim, capacity), spec.head_dim, first, count)
     return rotate(centre[:, None], *tables)
 

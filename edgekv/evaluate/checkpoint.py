@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -17,7 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.engines.base import EngineState
+from edgekv.engines.base import EngineState, PinnedAngles
 from edgekv.errors import InvalidOption
 from edgekv.evaluate.compare import Comparison, Lane
 from edgekv.files import atomic_file
@@ -82,15 +81,16 @@ def _lane_arrays(lane: Lane) -> Arrays:
         "keys": np.stack(state.keys),
         "values": np.stack(state.values),
         "tokens": np.asarray(state.tokens, np.int64),
-        "counts": np.asarray([state.evicted, state.pinned, lane.evicted], np.int64),
+        "counts": np.asarray([state.evicted, state.pinned, lane.evicted, state.pinned_angles == "own"], np.int64),
     }
     return arrays if lane.meter is None else arrays | {"errors": lane.meter.sums}
 
 
 def _restore(lane: Lane, arrays: Arrays) -> None:
     lane.losses, lane.kl, lane.agree = [arrays["losses"]], [arrays["kl"]], [arrays["agree"]]
-    evicted, pinned, lane.evicted = (int(x) for x in arrays["counts"])
-    state = EngineState(tuple(arrays["keys"]), tuple(arrays["values"]), tuple(arrays["tokens"].tolist()), evicted)
-    lane.engine.load(replace(state, pinned=pinned))
+    evicted, pinned, lane.evicted, own = (int(x) for x in arrays["counts"])
+    tokens: tuple[int, ...] = tuple(arrays["tokens"].tolist())
+    angles: PinnedAngles = "own" if own else "moved"
+    lane.engine.load(EngineState(tuple(arrays["keys"]), tuple(arrays["values"]), tokens, evicted, pinned, angles))
     if lane.meter is not None:
         lane.meter.sums[:] = arrays["errors"]

@@ -2,10 +2,12 @@
 
 Symmetric and static, x ~ code * scale. The file is safetensors with two float32 tensors, k and v, each [L, K, D],
 whatever the granularity (a coarser one repeats values), and text metadata that says what it scales and how it came
-about. A third tensor, `k_centre`, is there for models whose keys carry large constants (a K bias, as Qwen2 has): what is
-taken out of a key before it is rotated, zero but for a few pairs of channels; scales are then of what is left. An engine
-that keeps keys whole takes `without_centre()`. A file that does not match the model, the dtype or the granularity is refused (case C11); scale 1.0 is never
+about. A file that does not match the model, the dtype or the granularity is refused (case C11); scale 1.0 is never
 assumed.
+
+A third tensor, k_centre, is there for models whose keys carry large constants (the K bias of Qwen2): what is taken out
+of a key before it is rotated, zero but for a few pairs of channels. Scales are then of what is left. An engine that
+keeps keys whole takes `without_centre()`.
 """
 
 from __future__ import annotations
@@ -64,16 +66,22 @@ class KVScales:
             return np.zeros(0, np.int64)
         return np.flatnonzero(pair_norms(self.k_centre).any(axis=(0, 1))).astype(np.int64)
 
+    @property
+    def centred_layers(self) -> tuple[int, ...]:
+        """The layers in whose keys something is taken out."""
+        return tuple(layer for layer in range(len(self.k)) if self.centre_of(layer) is not None)
+
     def centre_of(self, layer: int) -> Float32 | None:
         """What is taken out of a layer's keys, [K, D]; None: nothing."""
         return None if self.k_centre is None or not self.k_centre[layer].any() else self.k_centre[layer]
 
     def without_centre(self) -> KVScales:
-        """Scales for keys that are kept whole: wide enough for the centre at any position."""
+        """Scales for keys that are kept whole: wide enough for the centre at any position. Codes made with the one do
+        not mean the same with the other."""
         if self.k_centre is None:
             return self
         norms = pair_norms(self.k_centre)
-        wider = self.k + np.concatenate([norms, norms], axis=-1) / np.float32(LIMIT[self.dtype])
+        wider = (self.k + np.concatenate([norms, norms], axis=-1) / LIMIT[self.dtype]).astype(np.float32)
         return replace(self, k=coarsen(wider, self.granularity), k_centre=None)
 
     def check(self, spec: ModelSpec, fingerprint: str, dtype: KVDtype, granularity: Granularity) -> None:

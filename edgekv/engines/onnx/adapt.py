@@ -6,7 +6,7 @@ scales become graph inputs (`k_scale.i`, `v_scale.i`), so that one graph serves 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import onnx
@@ -77,13 +77,14 @@ def set_half_attention(model: onnx.ModelProto) -> None:
     model.graph.node.extend(reordered)
 
 
-def set_native_attention(model: onnx.ModelProto, spec: ModelSpec) -> None:
+def set_native_attention(model: onnx.ModelProto, spec: ModelSpec, centred: Collection[int] = ()) -> None:
     """Replace every GroupQueryAttention over packed QKV by edgekv's CachedAttention, in place, after `set_cache`.
 
     The cache stops being an output: the operator writes into its input. `state` (int64 [4]: cached before, evicted,
     pinned, capacity) is an input that all layers share, `angles.i` ([4, T, D/2]: cos and sin at absolute positions, and
     less the evicted tokens) one that all layers with the rotary embedding `spec.ropes[i]` share; scales are one input a
-    layer, [2, K, D].
+    layer, [2, K, D]. The layers in `centred` hold keys less a centre (engines/onnx/centre.py): theirs are also
+    `centre.i`, [K, D], and the table that these layers share.
     """
     for layer, node in enumerate(attention_nodes(model)):
         quantised = len(node.input) > _KEY_SCALE
@@ -97,6 +98,9 @@ def set_native_attention(model: onnx.ModelProto, spec: ModelSpec) -> None:
             inputs.append(f"scales.{layer}")
             shape = [2, spec.num_kv_heads, "D"]
             model.graph.input.append(helper.make_tensor_value_info(inputs[-1], TensorProto.FLOAT, shape))
+        if layer in centred:
+            inputs += [f"centre.{layer}", "pairs", "turns"]
+            model.graph.input.append(helper.make_tensor_value_info(f"centre.{layer}", TensorProto.FLOAT, shape[1:]))
         node.CopyFrom(
             helper.make_node(
                 "CachedAttention",
@@ -114,6 +118,9 @@ def set_native_attention(model: onnx.ModelProto, spec: ModelSpec) -> None:
     model.graph.input.append(helper.make_tensor_value_info("state", TensorProto.INT64, [4]))
     for rope in sorted(set(spec.rope_layers) - {-1}):
         model.graph.input.append(helper.make_tensor_value_info(f"angles.{rope}", TensorProto.FLOAT, [4, "T", "D/2"]))
+    if centred:
+        model.graph.input.append(helper.make_tensor_value_info("pairs", TensorProto.INT64, ["P"]))
+        model.graph.input.append(helper.make_tensor_value_info("turns", TensorProto.FLOAT, [2, "P", "slots"]))
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
 
 

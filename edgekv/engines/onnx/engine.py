@@ -69,7 +69,7 @@ class OnnxEngine:
         check_combination(kv, options)
         self._spec, self._kv, self._options = model.spec, kv, options
         self._scales, self._model = scales, model
-        self._session: Any = open_session(model, kv, options, self.attention)
+        self._session: Any = open_session(model, kv, options, self.attention, scales)
         self._io: Any = self._session.io_binding()
         self._constants: list[Array] = []  # bound by pointer, so they must live as long as the session
         self._tokens: list[int] = []
@@ -92,6 +92,11 @@ class OnnxEngine:
     def kv(self) -> KVSpec:
         """How the cache is stored."""
         return self._kv
+
+    @property
+    def scales(self) -> KVScales | None:
+        """What the codes in the cache stand for; None where it holds floats."""
+        return self._scales
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -329,7 +334,7 @@ def open_engine(
             f"A {kv.dtype} cache needs KV scales for {model.folder.name}: make them with `edgekv calibrate`."
         )
     scales.check(model.spec, model.fingerprint, kv.dtype, kv.granularity)
-    return engine(model, kv, scales, options)
+    return engine(model, kv, scales if engine.attention == "native" else scales.without_centre(), options)
 
 
 def _engine_class(spec: ModelSpec, kv: KVSpec, options: OnnxOptions) -> type[OnnxEngine]:
@@ -373,7 +378,13 @@ def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
         )
 
 
-def open_session(model: ConvertedModel, kv: KVSpec, options: OnnxOptions, attention: Literal["native", "gqa"]) -> Any:
+def open_session(
+    model: ConvertedModel,
+    kv: KVSpec,
+    options: OnnxOptions,
+    attention: Literal["native", "gqa"],
+    scales: KVScales | None = None,
+) -> Any:
     """An ONNX Runtime session over the model's graph, given this kind of cache and attention.
 
     Raises:
@@ -393,7 +404,7 @@ def open_session(model: ConvertedModel, kv: KVSpec, options: OnnxOptions, attent
     graph: str | bytes = str(model.graph)
     as_stored = kv.dtype == "int8" and kv.granularity != "tensor" and options.accuracy_level == 4 and not options.half
     if attention == "native" or not as_stored or model.is_foreign:
-        graph = _other_graph(model, kv, options, attention)
+        graph = _other_graph(model, kv, options, attention, scales)
         place = str(model.graph.parent)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", place)
     try:
@@ -404,7 +415,13 @@ def open_session(model: ConvertedModel, kv: KVSpec, options: OnnxOptions, attent
         raise EngineError(f"ONNX Runtime cannot load {model.graph} with its weights: {error}") from error
 
 
-def _other_graph(model: ConvertedModel, kv: KVSpec, options: OnnxOptions, attention: Literal["native", "gqa"]) -> bytes:
+def _other_graph(
+    model: ConvertedModel,
+    kv: KVSpec,
+    options: OnnxOptions,
+    attention: Literal["native", "gqa"],
+    scales: KVScales | None,
+) -> bytes:
     """The stored graph has an INT8 cache with a scale a channel; any other kind is made from it in memory."""
     from edgekv.engines.onnx import adapt
 
@@ -414,7 +431,8 @@ def _other_graph(model: ConvertedModel, kv: KVSpec, options: OnnxOptions, attent
     if options.half:
         adapt.set_half_attention(graph)
     if attention == "native":
-        adapt.set_native_attention(graph, model.spec)
+        centred = () if scales is None else scales.centred_layers
+        adapt.set_native_attention(graph, model.spec, centred)
     return bytes(graph.SerializeToString())
 
 

@@ -28,9 +28,10 @@ import numpy as np
 
 from edgekv.engines.base import EngineState, Logits, PinnedAngles
 from edgekv.engines.onnx.binding import CACHE_DTYPES, Array
+from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.engines.onnx.native import BLOCK
-from edgekv.engines.rope import amplitudes, inverse_frequencies, settled_ropes
+from edgekv.engines.rope import amplitudes, inverse_frequencies, rotated_centre, settled_ropes
 from edgekv.errors import InvalidOption
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
@@ -161,6 +162,7 @@ class RingEngine(OnnxEngine):
     attention: ClassVar[Literal["native", "gqa"]] = "native"
     pinned_angles: ClassVar[PinnedAngles] = "own"
     _cache: RingCache
+    _centre: CentreTable | None = None
 
     def evict(self, move: Move) -> None:
         """Drop rows by renumbering. A different pinned prefix than at the last eviction costs a copy and a re-run.
@@ -202,6 +204,9 @@ class RingEngine(OnnxEngine):
             cos, sin = np.cos(turn).astype(np.float32), np.sin(turn).astype(np.float32)
             low, high = np.split(keys[:, :pinned], 2, axis=-1)
             keys[:, :pinned] = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+        if self._scales is not None and (centre := self._scales.centre_of(layer)) is not None:
+            first = start + self._evicted
+            keys += rotated_centre(centre, self._spec, self._kv.capacity, first, keys.shape[1])
         return keys, values
 
     def reset(self) -> None:
@@ -213,6 +218,7 @@ class RingEngine(OnnxEngine):
     def _set_positions(self) -> None:
         """The ring turns with the tokens; there are no tables to make anew."""
         self._cache.pinned, self._cache.evicted = self._pinned, self._evicted
+        self._turn_centre(0, self._kv.capacity)
 
     def _put_back(self, part: str, layer: int, rows: Array, count: int) -> None:
         """A layer's own ring takes the last rows, as many as another ring held, if its window is among them."""
@@ -253,10 +259,15 @@ class RingEngine(OnnxEngine):
         for layer, pair in enumerate(zip(self._scales.k, self._scales.v, strict=True)):
             self._constants.append(np.ascontiguousarray(np.stack(pair), np.float32))  # [2, K, D]
             self._bind_input(f"scales.{layer}", self._constants[-1])
+        if self._scales.k_centre is not None:
+            self._centre = CentreTable(self._spec, self._kv, self._scales)
+            for name, array in self._centre.inputs():
+                self._bind_input(name, array)
 
     def _place(self, past: int, count: int) -> None:
         """State and angles of the next run."""
         self._state[:] = past, self._evicted, self._cache.pinned, self._kv.capacity
+        self._turn_centre(past, count)
         self._cache.written = max(self._cache.written, past + count + self._evicted)
         for index, angles in self._angles.items():
             table = angles.fill(past, self._evicted, count)
@@ -264,12 +275,22 @@ class RingEngine(OnnxEngine):
                 self._bind_input(f"angles.{index}", table)
         self._placed = count
 
+    def _turn_centre(self, start: int, count: int) -> None:
+        """Note the angles of the keys of tokens start .. start+count-1, where a centre is held out of them."""
+        if self._centre is not None:
+            tokens = np.arange(start, start + count)
+            own_slot = (tokens < self._cache.pinned) & (self._evicted > 0)
+            self._centre.place(
+                self._cache._places(0, start, start + count), np.where(own_slot, tokens, tokens + self._evicted)
+            )
+
     def _pin_anew(self, move: Move, kept: EngineState) -> None:
         """Write the rows that stay for a pinned prefix of another length, and run that prefix again."""
         for layer in range(self._spec.num_layers):
             if not self._cache.own_ring(layer):
                 for part, rows in (("k", kept.keys[layer]), ("v", kept.values[layer])):
                     self._cache.write(part, layer, move.start, rows[:, move.start + move.count :])
+        self._turn_centre(0, self.length)
         self._run_pinned(move.start)
 
     def _run_pinned(self, count: int) -> None:
