@@ -143,3 +143,10 @@ def test_the_file_carries_it(engines: Any, tmp_path: Path) -> None:
     found = read_scales(tmp_path / "s.safetensors")
     np.testing.assert_array_equal(found.k_centre, scales.k_centre)
     np.testing.assert_array_equal(found.k, scales.k)
+
+
+def test_the_torch_engine_keeps_keys_whole(model: ConvertedModel, engines: Any, open_torch: Open) -> None:
+    """As GroupQueryAttention does."""
+    plain, scales = engines[2], engines[3]
+    found = stream(open_torch(model, plain.kv, scales), IDS)
+    assert np.median(relative_errors(found, stream(plain, IDS))) < 0.02

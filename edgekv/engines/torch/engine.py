@@ -270,7 +270,7 @@ def open_engine(
             f"A {kv.dtype} cache needs KV scales for {published.path.name}: make them with `edgekv calibrate`."
         )
     scales.check(published.source.spec, fingerprint, kv.dtype, kv.granularity)
-    return TorchEngine(published, kv, scales, options)
+    return TorchEngine(published, kv, scales.without_centre(), options)  # its kernels keep keys whole
 
 
 def check_combination(kv: KVSpec, options: TorchOptions) -> None:
