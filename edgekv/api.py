@@ -32,9 +32,11 @@ from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.converted import TEMPLATE, TOKENIZER, ConvertedModel
 from edgekv.options import LoadOptions, home_of, plan_for
+from edgekv.parking import ParkingLot
 from edgekv.prepare import Progress, find_scales, prepare, published_source
 from edgekv.sampling import SamplingOptions
 from edgekv.session import Chat, Events, Session
+from edgekv.session_file import CacheIdentity
 from edgekv.sharing import SharedChat
 from edgekv.text.precheck import LengthReport, Overflow
 from edgekv.text.prompt import ChatFormat
@@ -78,7 +80,7 @@ def open_runtime(model: ConvertedModel, options: LoadOptions) -> Runtime:
     check_combination(plan.kv, options)
     path = None if options.scales is None else Path(options.scales)
     scales = find_scales(model, options.kv_dtype, options.granularity, path)
-    return Runtime(model, plan, open_engine(model, plan.kv, scales, options), options)
+    return Runtime(model, plan, open_engine(model, plan.kv, scales, options), options, scales)
 
 
 def choose_engine(options: LoadOptions, dtype: KVDtype | None = None) -> Choice:
@@ -167,14 +169,23 @@ def open_text(model: ConvertedModel) -> tuple[Tokenizer, ChatFormat | None]:
 class Runtime:
     """A loaded model. Use it as a context manager, or call `close()`."""
 
-    def __init__(self, model: ConvertedModel, plan: Plan, engine: Engine, options: LoadOptions) -> None:
+    def __init__(
+        self,
+        model: ConvertedModel,
+        plan: Plan,
+        engine: Engine,
+        options: LoadOptions,
+        scales: KVScales | None = None,
+    ) -> None:
         self.model, self.plan, self.options = model, plan, options
         self._engine: Engine | None = engine
         tokenizer, chat_format = open_text(model)
         self.template_source = "" if chat_format is None else chat_format.template.source
-        self._chat = SharedChat(
-            engine, tokenizer, chat_format, model.spec.bos_id if model.description.add_bos else None
-        )
+        bos = model.spec.bos_id if model.description.add_bos else None
+        identity = CacheIdentity.of(model.fingerprint, model.description.name, plan.kv, scales)
+        left_bytes = max(0, (plan.budget_bytes or 0) - plan.total_bytes)
+        lot = ParkingLot(left_bytes, home_of(options) / "parked")
+        self._chat = SharedChat(engine, tokenizer, chat_format, bos, identity, lot)
 
     def __enter__(self) -> Runtime:
         return self

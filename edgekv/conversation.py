@@ -41,10 +41,32 @@ def read_conversation(path: Path) -> list[Message]:
         raise InvalidOption(f"{path} is not a conversation that edgekv wrote (it is not JSON).") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("format_version") != FORMAT_VERSION:
         raise InvalidOption(f"{path} is not a conversation of format version {FORMAT_VERSION}.")
-    messages = data.get("messages")
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-        raise InvalidOption(f"{path} holds something that is not a message with a role and a text.")
-    return [Message(role=message["role"], content=message["content"]) for message in messages]
+    try:
+        return as_messages(data.get("messages"))
+    except ValueError:
+        raise InvalidOption(f"{path} holds something that is not a message with a role and a text.") from None
+
+
+def as_messages(data: Any) -> list[Message]:
+    """Messages from JSON values; parts that no message has are left out.
+
+    Raises:
+        ValueError: something is not a message.
+    """
+    if not isinstance(data, list) or not all(_is_message(message) for message in data):
+        raise ValueError("not a list of messages")
+    return [_message(message) for message in data]
+
+
+def _message(data: dict[str, Any]) -> Message:
+    message = Message(role=data["role"], content=data["content"])
+    calls = data.get("tool_calls")
+    if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
+        message["tool_calls"] = calls
+    for name in ("tool_call_id", "name"):
+        if isinstance(data.get(name), str):
+            message[name] = data[name]
+    return message
 
 
 def _is_message(message: Any) -> bool:

@@ -14,6 +14,7 @@
     ├── CacheFull            an engine was asked to append past its capacity
     ├── TemplateError        the model's chat template refuses these messages
     ├── Busy                 too many are waiting for an answer, or one has waited too long
+    ├── SessionError         a saved session is missing, damaged, or for another model or cache
     ├── EngineError          the backend failed, or produced non-finite numbers
     └── StorageError         a file could not be written
 
@@ -78,6 +79,10 @@ class Busy(EdgeKVError):
     def __init__(self, message: str, *, full: bool) -> None:
         self.full = full
         super().__init__(message)
+
+
+class SessionError(EdgeKVError, ValueError):
+    """A saved session is missing, damaged, or fits another model, dtype, scales or capacity."""
 
 
 class EngineError(EdgeKVError):

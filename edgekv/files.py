@@ -34,8 +34,11 @@ _REMEDIES = {
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Yield a temporary path; when the block ends without an error, it becomes `path`.
+
+    Args:
+        private: only its owner may read it.
 
     Raises:
         StorageError: the disk is full, read-only or not permitted; `path` is as it was.
@@ -48,7 +51,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
         try:
             yield part
             _flush(part)
-            part.chmod(0o666 & ~_umask())
+            if not private:  # as mkstemp made it
+                part.chmod(0o666 & ~_umask())
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -102,7 +106,9 @@ def exclusive(lock: Path, waiting: Callable[[], None] = lambda: None) -> Iterato
 def remove_leftovers(path: Path) -> None:
     """Remove the temporaries of `path` that a killed process left. The caller holds the lock of all who write it."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        if left.suffix in (".part", ".old"):
+        if left.suffix == ".part" and left.is_file():
+            left.unlink()
+        elif left.suffix in (".part", ".old"):
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -14,16 +14,17 @@ from typing import Literal
 
 import numpy as np
 
-from edgekv.engines.base import Engine, Logits
-from edgekv.kv.window import Window
+from edgekv.engines.base import Engine, EngineState, Logits
+from edgekv.kv.window import Passed, Span, Window
 from edgekv.sampling import Constraint, Sampler, SamplingOptions, TokenScore, score_token
 from edgekv.text.detokenize import StreamDetokenizer
+from edgekv.text.precheck import turns_between
 from edgekv.text.tokenizer import Tokenizer
 
 PREFILL_STEP = 256
 """Tokens between two progress events (and chances to stop) while a prompt is read."""
 
-FinishReason = Literal["stop", "length", "interrupted"]
+FinishReason = Literal["stop", "length", "time", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Usage:
     reused_tokens: int  # of the input, not prefilled again
     output_tokens: int = 0
     evicted_tokens: int = 0  # left during this prompt and answer
+    evicted_turns: tuple[int, ...] = ()  # indices of the messages that these are from; the answer's is the last
     prefill_s: float = 0.0  # until the first token was chosen
     decode_s: float = 0.0
 
@@ -57,6 +59,7 @@ class Evicted:
 
     tokens: int
     total: int  # since the conversation began
+    turns: tuple[int, ...] = ()  # indices of the messages that they are from; the answer's is the last
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,20 @@ class Finished:
 Event = PrefillProgress | Evicted | TokenScored | TextDelta | Finished
 
 
+@dataclass(frozen=True)
+class TimelineState:
+    """A copy of a timeline and of the cache's content."""
+
+    engine: EngineState
+    gone: tuple[int, ...]  # evicted tokens, in order
+    pinned: int
+
+    @property
+    def passed(self) -> Passed:
+        """As `Timeline.passed`."""
+        return _passed(self.engine.tokens, self.gone, self.pinned)
+
+
 class Timeline:
     """All tokens that have passed through an engine's cache since it was empty, and which of them are still there."""
 
@@ -103,9 +120,13 @@ class Timeline:
     @property
     def tokens(self) -> list[int]:
         """Every token since the cache was empty."""
+        return list(self.passed.tokens)
+
+    @property
+    def passed(self) -> Passed:
+        """The tokens, and how many of them have left."""
         self._heal()
-        held = self.engine.tokens
-        return [*held[: self._pinned], *self._gone, *held[self._pinned :]]
+        return _passed(self.engine.tokens, self._gone, self._pinned)
 
     @property
     def window(self) -> Window:
@@ -116,23 +137,8 @@ class Timeline:
 
     def reusable(self, tokens: Sequence[int], pinned: int) -> Window:
         """The state that `rewind` would leave; nothing is changed."""
-        state = self.window
-        pinned = max(pinned, self.engine.kv.sinks)
-        fresh = Window(state.capacity, state.stride, min(pinned, state.capacity - state.stride))
-        kept = _common_prefix(self.tokens, tokens[:-1])  # the last token must run, for its logits
-        if state.evicted and (pinned != self._pinned or self._thinned_out(len(tokens), kept, state)):
-            return fresh
-        if not self.engine.keeps(kept - state.evicted):
-            return fresh
-        return replace(fresh, length=kept - state.evicted, evicted=state.evicted)
-
-    def _thinned_out(self, prompt: int, kept: int, state: Window) -> bool:
-        """Whether reading the prompt afresh is better than going on with what evictions and an edit have left of it:
-        where all of it fits, or the cache would be less than half full."""
-        if prompt <= state.capacity:
-            return True
-        half = state.pinned + state.evicted + (state.capacity - state.pinned) // 2
-        return kept <= state.pinned + state.evicted or kept < min(half, len(self.tokens))
+        state = self.passed.reusable(self.engine.kv, tokens, pinned)
+        return state if self.engine.keeps(state.length) else state.truncate(0)
 
     def rewind(self, tokens: Sequence[int], pinned: int) -> int:
         """Keep the longest prefix shared with `tokens`, forget the rest, pin `pinned` tokens; returns its length."""
@@ -144,14 +150,19 @@ class Timeline:
         return state.length + state.evicted
 
     def append(
-        self, tokens: Sequence[int], turn_starts: Sequence[int] = (), *, all_logits: bool = False
+        self,
+        tokens: Sequence[int],
+        turn_starts: Sequence[int] = (),
+        markers: Sequence[Span] = (),
+        *,
+        all_logits: bool = False,
     ) -> tuple[Logits, int]:
         """Run tokens, evicting whenever the cache is full. Returns (logits as Engine.forward's, tokens evicted)."""
         parts: list[Logits] = []
         evicted = 0
         while tokens:
             if self.engine.length == self.engine.kv.capacity:
-                evicted += self._evict(turn_starts)
+                evicted += self._evict(turn_starts, markers)
             step = self.engine.kv.capacity - self.engine.length
             logits = self.engine.forward(tokens[:step], all_logits=all_logits)
             parts.append(logits)
@@ -167,8 +178,19 @@ class Timeline:
         self.engine.reset()
         self._gone = []
 
-    def _evict(self, turn_starts: Sequence[int]) -> int:
-        move = self.window.next_move(turn_starts)
+    def save(self, *, copy: bool = True) -> TimelineState:
+        """The state now. Without `copy` the cache's rows are read when they are asked for; see `Engine.save`."""
+        self._heal()
+        return TimelineState(self.engine.save(copy=copy), tuple(self._gone), self._pinned)
+
+    def load(self, state: TimelineState) -> None:
+        """Go back to a saved state, of this engine or of another of the same model, scales and dtype."""
+        self.reset()
+        self.engine.load(state.engine)
+        self._gone, self._pinned = list(state.gone), state.pinned
+
+    def _evict(self, turn_starts: Sequence[int], markers: Sequence[Span]) -> int:
+        move = self.window.next_move(turn_starts, markers)
         leaving = list(self.engine.tokens[move.start : move.start + move.count])
         self._gone += leaving
         self.engine.evict(move)
@@ -191,6 +213,8 @@ class Request:
     eos_ids: frozenset[int]
     room: int | None  # the most tokens the answer may have; None: no limit
     constraint: Constraint | None = None  # what the answer must follow
+    markers: Sequence[Span] = ()  # what the template wrote as one, which no eviction splits
+    random: np.random.Generator | None = None  # the random stream to go on with; None: a new one
 
 
 def answer(timeline: Timeline, tokenizer: Tokenizer, request: Request, sampling: SamplingOptions) -> Iterator[Event]:
@@ -214,7 +238,7 @@ class _Answer:
         self._timeline, self._request, self._sampling = timeline, request, sampling
         self._tokenizer = tokenizer
         self._detokenizer = StreamDetokenizer(tokenizer, sampling.stop)
-        self._sampler = Sampler(sampling, request.constraint)
+        self._sampler = Sampler(sampling, request.constraint, request.random)
         self._started = time.perf_counter()
         self._usage = Usage(len(request.tokens), timeline.rewind(request.tokens, request.pinned))
         self._logits: Logits | None = None
@@ -226,11 +250,13 @@ class _Answer:
         for start in range(0, len(new), PREFILL_STEP):
             if start:
                 yield PrefillProgress(start, len(new))
+            if start and self._late():
+                return
             yield from self._append(new[start : start + PREFILL_STEP])
 
     def decode(self) -> Iterator[Event]:
         limit = min(x for x in (self._request.room, self._sampling.max_new_tokens, 1 << 62) if x is not None)
-        while True:
+        while not self._late():
             token = self._choose()
             if token in self._request.eos_ids:
                 self._reason = "stop"
@@ -278,11 +304,23 @@ class _Answer:
             piece = self._tokenizer.piece
             yield TokenScored(piece(token), score, tuple(piece(other) for other, _ in score.top))
 
+    def _late(self) -> bool:
+        """Whether the time is up; then that is the reason for the end."""
+        limit = self._sampling.max_seconds
+        if limit is None or time.perf_counter() - self._started < limit:
+            return False
+        self._reason = "time"
+        return True
+
     def _append(self, tokens: Sequence[int]) -> Iterator[Event]:
-        self._logits, evicted = self._timeline.append(tokens, self._request.turn_starts)
+        request, usage, before = self._request, self._usage, self._timeline.window
+        self._logits, evicted = self._timeline.append(tokens, request.turn_starts, request.markers)
         if evicted:
-            self._usage = replace(self._usage, evicted_tokens=self._usage.evicted_tokens + evicted)
-            yield Evicted(evicted, self._timeline.engine.evicted)
+            first, last = (before.pinned + count for count in (before.evicted, before.evicted + evicted))
+            turns = turns_between(request.turn_starts, max(last, len(request.tokens)), first, last)
+            gone = tuple(sorted({*usage.evicted_turns, *turns}))
+            self._usage = replace(usage, evicted_tokens=usage.evicted_tokens + evicted, evicted_turns=gone)
+            yield Evicted(evicted, self._timeline.engine.evicted, turns)
 
     def _decode_s(self) -> float:
         return time.perf_counter() - self._started - self._usage.prefill_s if self._output else 0.0
@@ -293,8 +331,5 @@ class _Answer:
             yield TextDelta(text)
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    for index, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return index
-    return min(len(first), len(second))
+def _passed(held: Sequence[int], gone: Sequence[int], pinned: int) -> Passed:
+    return Passed([*held[:pinned], *gone, *held[pinned:]], pinned, len(gone))

@@ -43,6 +43,7 @@ class SamplingOptions:
     penalty_window: int = about("How many of the answer's last tokens the penalty looks at.", default=256)
     seed: int | None = about("Same seed, same text. Default: different every time.")
     max_new_tokens: int | None = about("Longest answer. Default: until the model stops or the cache has no room.")
+    max_seconds: float | None = about("Longest time for an answer, reading the prompt included. Default: no limit.")
     stop: tuple[str, ...] = about("Text that ends the answer (may be given several times).", default=())
     json_schema: str | None = about("JSON schema that the answer must follow.")
     grammar: str | None = about("Grammar that the answer must follow, in llguidance's Lark.")
@@ -71,6 +72,8 @@ class SamplingOptions:
             raise InvalidOption("top_p is 0, which allows no token: use temperature 0 for the most likely one.")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InvalidOption(f"max_new_tokens is {self.max_new_tokens}; at least one token must be allowed.")
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise InvalidOption(f"max_seconds is {self.max_seconds}; an answer needs some time.")
         if isinstance(self.stop, str) or not all(self.stop):
             raise InvalidOption("stop must be a sequence of strings, none of them empty.")
         if self.json_schema is not None and self.grammar is not None:
@@ -106,11 +109,16 @@ def score_token(logits: Float32, token: int, top: int) -> TokenScore:
 
 
 class Sampler:
-    """Chooses tokens one after another with one random stream."""
+    """Chooses tokens one after another with one random stream: the one given, or one that begins at the seed."""
 
-    def __init__(self, options: SamplingOptions, constraint: Constraint | None = None) -> None:
+    def __init__(
+        self,
+        options: SamplingOptions,
+        constraint: Constraint | None = None,
+        random: np.random.Generator | None = None,
+    ) -> None:
         self._options, self._constraint = options, constraint
-        self._random = np.random.default_rng(options.seed)
+        self._random = np.random.default_rng(options.seed) if random is None else random
 
     def __call__(self, logits: Float32, recent: Sequence[int] = ()) -> int:
         """The next token.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +19,6 @@ from edgekv.generate import Event
 from edgekv.sampling import SamplingOptions
 from edgekv.session import Chat, Events
 from edgekv.text.precheck import LengthReport, Overflow
-from edgekv.text.template import Message, Tool
 
 
 class Turn:
@@ -111,21 +110,17 @@ class SharedChat(Chat):
         self._turns, self._home = Turns(), threading.current_thread()
         self._stream: Callable[[], TurnEvents | None] = lambda: None  # weak: one that is dropped ends
 
-    def precheck(
-        self, messages: Sequence[Message], sampling: SamplingOptions, overflow: Overflow, tools: Sequence[Tool] = ()
-    ) -> LengthReport:
+    def precheck(self, *arguments: Any, **options: Any) -> LengthReport:
         """As `Chat.precheck`; between two events of this thread's own answer it does not wait."""
         current = self._stream()
         if current is not None and current.thread == threading.current_thread():
-            return super().precheck(messages, sampling, overflow, tools)
+            return super().precheck(*arguments, **options)
         with self._turns.take():
-            return super().precheck(messages, sampling, overflow, tools)
+            return super().precheck(*arguments, **options)
 
-    def stream(
-        self, messages: Sequence[Message], sampling: SamplingOptions, overflow: Overflow, tools: Sequence[Tool] = ()
-    ) -> Events:
+    def stream(self, *arguments: Any, **options: Any) -> Events:
         """As `Chat.stream`, when it is this thread's turn."""
-        return self._in_turn(lambda: super(SharedChat, self).stream(messages, sampling, overflow, tools))
+        return self._in_turn(lambda: super(SharedChat, self).stream(*arguments, **options))
 
     def stream_text(self, text: str, sampling: SamplingOptions, overflow: Overflow) -> Events:
         """As `Chat.stream_text`, when it is this thread's turn."""
@@ -141,11 +136,6 @@ class SharedChat(Chat):
         """A turn for whatever changes the cache; a context manager."""
         self.stop()
         return self._turns.take()
-
-    def reset(self) -> None:
-        """Empty the cache, when it is this thread's turn."""
-        with self.exclusive():
-            super().reset()
 
     def _in_turn(self, start: Callable[[], Events]) -> Events:
         turn = self.exclusive()

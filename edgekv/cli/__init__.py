@@ -17,6 +17,7 @@ from edgekv.errors import EdgeKVError
 COMMANDS = {
     "chat": "Chat with a model in the terminal.",
     "serve": "Serve a chat page and OpenAI's interface on this machine.",
+    "sessions": "List, show or delete saved conversations.",
     "pull": "Download a model.",
     "convert": "Make a model directory from a GGUF file or safetensors.",
     "calibrate": "Measure the KV cache's scales.",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from edgekv.cli import render
 from edgekv.cli.interrupt import Interrupt
 from edgekv.cli.options import given, options_of
 from edgekv.cli.ready import ready_runtime
-from edgekv.errors import EdgeKVError, InvalidOption
+from edgekv.conversation import read_conversation, write_conversation
+from edgekv.errors import EdgeKVError, InvalidOption, StorageError
 from edgekv.generate import Event, Finished
 from edgekv.model import catalog
-from edgekv.options import LoadOptions
+from edgekv.options import LoadOptions, home_of
 from edgekv.sampling import SamplingOptions
+from edgekv.session_file import SUFFIX
+from edgekv.session_store import SavedSession, SessionStore
 from edgekv.units import format_bytes
 
 HELP = """\
@@ -26,10 +30,34 @@ HELP = """\
 /stats         the cache, and what the last answer took
 /system TEXT   set the system prompt (without TEXT: show it)
 /undo          take back the last exchange
+/retry         ask the last question again (also one that was lost when edgekv was killed)
 /reset         forget the conversation
-/save FILE     write the conversation to a file
-/load FILE     read one back
+/save FILE     write the conversation and its cache to a file (NAME.json: the words alone)
+/load FILE     go on with one
 /quit          leave (Ctrl-D too); Ctrl-C stops an answer"""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Whether and where the conversation is kept."""
+
+    resume: bool
+    session: str | None
+    reread: bool
+    no_save: bool
+
+    @classmethod
+    def taken_from(cls, values: dict[str, Any]) -> Keeping:
+        """Take these options out of those of the command."""
+        return cls(*(values.pop(name) for name in ("resume", "session", "reread", "no_save")))
+
+    def name(self, store: SessionStore, model: str) -> str:
+        """What the conversation is called, or '' if it is not kept: one that is typed is, one from a pipe is not."""
+        if self.resume:
+            return self.session or store.newest(model)
+        if self.session or self.no_save or not sys.stdin.isatty():
+            return self.session or ""
+        return store.new_name(model)
 
 
 @click.command
@@ -37,19 +65,29 @@ HELP = """\
 @click.option("--prompt", "-p", help="Answer this and exit; text from a pipe is added to it.")
 @click.option("--system", "-s", help="System prompt. Default: the one recommended for the model.")
 @click.option("--json", "as_json", is_flag=True, help="Print events as JSON, one a line.")
+@click.option("--continue", "resume", is_flag=True, help="Go on with the newest conversation with this model.")
+@click.option("--session", help="Name of the conversation: go on with it, or begin it.")
+@click.option("--reread", is_flag=True, help="Take only the words of a saved conversation and read them again.")
+@click.option("--no-save", is_flag=True, help="Do not save this conversation.")
 @options_of(LoadOptions, unset=True)
 @options_of(SamplingOptions, unset=True)
 def command(model: str, prompt: str | None, system: str | None, as_json: bool, **values: Any) -> int:
     """Chat with MODEL: a catalog name, a model directory, a GGUF file or a folder of safetensors.
 
     When the cache is full the oldest turns leave and you are told; the system prompt stays. From a pipe, each line is
-    one message.
+    one message. A conversation that is typed is saved after every answer, and --continue goes on with it.
     """
+    keeping = Keeping.taken_from(values)
     sampling = given(SamplingOptions, values)
     options = LoadOptions(**({"overflow": "window"} | given(LoadOptions, values)))
-    with ready_runtime(model, options) as runtime:
+    with ready_runtime(model, options) as runtime, ExitStack() as stack:
         session = runtime.session(system=runtime.model.description.system if system is None else system, **sampling)
-        loop = ChatLoop(runtime, session, as_json=as_json)
+        store = SessionStore(home_of(options))
+        name = keeping.name(store, runtime.model.description.name)
+        saved = stack.enter_context(store.open(name)) if name else None
+        loop = ChatLoop(runtime, session, as_json=as_json, saved=saved)
+        if saved is not None and saved.exists:
+            loop.resume(reread=keeping.reread, sampling=sampling, system=system)
         if prompt is not None:
             return loop.answer(_with_pipe(prompt))
         return loop.run()
@@ -67,7 +105,20 @@ class ChatLoop:
     runtime: Any
     session: Any
     as_json: bool
+    saved: SavedSession | None = None
     last: Finished | None = None
+
+    def resume(self, *, reread: bool, sampling: dict[str, Any], system: str | None) -> None:
+        """Go on with a saved conversation; options that were typed win over those it was saved with."""
+        assert self.saved is not None, "there is a file to go on with"
+        self.session.load(self.saved.path, reread=reread)
+        self.session.sampling = replace(self.session.sampling, **sampling)
+        if system is not None:
+            self.session.set_system(system)
+        count = sum(message["role"] == "user" for message in self.session.messages)
+        render.note(f"[going on with {self.saved.name}: {count} questions so far]")
+        if asked := self.saved.asked:
+            render.note(f"[not answered when edgekv ended: {render.shortened(asked)} - /retry asks it again]")
 
     def run(self) -> int:
         """Until the input ends; returns the exit code."""
@@ -82,7 +133,7 @@ class ChatLoop:
             if text.startswith("/"):
                 code = self._guarded(lambda command=text: self._command(command))
             elif text:
-                code = self._guarded(lambda message=line: self.answer(message.strip()))
+                code = self._guarded(lambda message=text: self.answer(message))
         return 0 if interactive else code
 
     def answer(self, text: str) -> int:
@@ -90,6 +141,8 @@ class ChatLoop:
         report = self.session.precheck(text).require()
         if not self.as_json:
             render.print_forecast(report)
+        if self.saved is not None:
+            self.saved.ask(text)
         printer = render.AnswerPrinter(as_json=self.as_json)
         events: Iterator[Event] = self.session.send(text)
         self.last = None
@@ -102,9 +155,20 @@ class ChatLoop:
                     events.close()  # type: ignore[attr-defined]
                     break
         printer.end()
+        self._save_now()
         if render.console.is_terminal and not self.as_json:
             render.note(self._status() if self.last else "[stopped] " + self._status())
         return 0 if self.last else 130
+
+    def _save_now(self) -> None:
+        """Save the conversation where it is kept. What cannot be saved is told, and the chat goes on."""
+        if self.saved is None:
+            return
+        try:
+            self.session.save(self.saved.path)
+            self.saved.ask("")
+        except StorageError as error:
+            render.note(f"[not saved: {error}]")
 
     def _status(self) -> str:
         window = self.runtime.chat_state.timeline.window
@@ -131,7 +195,8 @@ class ChatLoop:
             "help": lambda: render.note(HELP),
             "stats": self._stats,
             "system": lambda: self._system(rest.strip()),
-            "undo": lambda: render.note("[taken back]" if self.session.undo() else "[nothing to take back]"),
+            "undo": self._undo,
+            "retry": self._retry,
             "reset": self._reset,
             "save": lambda: self._save(rest.strip()),
             "load": lambda: self._load(rest.strip()),
@@ -142,13 +207,29 @@ class ChatLoop:
             )
         actions[name]()
 
+    def _undo(self) -> None:
+        done = self.session.undo()
+        self._save_now()
+        render.note("[taken back]" if done else "[nothing to take back]")
+
+    def _retry(self) -> None:
+        asked = self.saved.asked if self.saved is not None else ""
+        asked = asked or self.session.last_question
+        if not asked:
+            raise InvalidOption("There is no question to ask again.")
+        if asked == self.session.last_question:
+            self.session.undo()
+        self.answer(asked)
+
     def _system(self, text: str) -> None:
         if text:
             self.session.set_system(text)
+            self._save_now()
         render.note(f"[system prompt: {self.session.system or 'none'}]")
 
     def _reset(self) -> None:
         self.session.reset()
+        self._save_now()
         render.note("[forgotten]")
 
     def _stats(self) -> None:
@@ -174,19 +255,24 @@ class ChatLoop:
         render.table("", ["", ""], rows)
 
     def _save(self, name: str) -> None:
-        from edgekv.conversation import write_conversation
-
         path = _named(name)
-        write_conversation(path, self.session.messages)
+        if path.suffix == ".json":
+            write_conversation(path, self.session.messages)
+        else:
+            path = path.with_name(path.name.removesuffix(SUFFIX) + SUFFIX)
+            self.session.save(path)
         render.note(f"[{len(self.session.messages)} messages written to {path}]")
 
     def _load(self, name: str) -> None:
-        from edgekv.conversation import read_conversation
-
-        messages = read_conversation(_named(name))
-        self.session.reset()
-        self.session.messages = messages
-        render.note(f"[{len(messages)} messages read]")
+        path = _named(name)
+        if path.suffix == ".json":
+            messages = read_conversation(path)
+            self.session.reset()
+            self.session.messages = messages
+        else:
+            self.session.load(path if path.exists() else path.with_name(path.name + SUFFIX))
+        self._save_now()
+        render.note(f"[{len(self.session.messages)} messages read]")
 
 
 def _named(name: str) -> Path:

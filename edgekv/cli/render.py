@@ -42,6 +42,12 @@ def say(text: str) -> None:
     out.print(text, markup=False, soft_wrap=True)
 
 
+def shortened(text: str, most: int = 50) -> str:
+    """The beginning of a text, on one line."""
+    line = " ".join(text.split())
+    return f'"{line}"' if len(line) <= most else f'"{line[: most - 3]}..."'
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """A table on stdout. `right` names the columns that hold numbers."""
     out.print(_grid(title, columns, rows, right=right))

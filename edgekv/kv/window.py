@@ -16,10 +16,14 @@ arrives. So feeding tokens one by one, turn by turn or all at once leaves the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from edgekv.errors import CacheFull, InvalidOption
+from edgekv.kv.spec import KVSpec
+
+Span = tuple[int, int]
+"""The first of some tokens, counted from the very first one, and the one behind the last."""
 
 
 @dataclass(frozen=True)
@@ -66,28 +70,72 @@ class Window:
         """Forget the tail; a cache that is emptied starts again at position 0."""
         return replace(self, length=length, evicted=self.evicted if length else 0)
 
-    def next_move(self, turn_starts: Iterable[int] = ()) -> Move:
+    def next_move(self, turn_starts: Iterable[int] = (), markers: Iterable[Span] = ()) -> Move:
         """The eviction that makes room when the cache is full.
 
         Args:
             turn_starts: tokens (counted from the very first one) at which a turn begins. If one of them lies between
                 the stride and twice the stride, the eviction ends there, so that whole turns leave.
+            markers: stretches of tokens that the template wrote as one, such as a turn's header. None is split: an
+                eviction that would end inside of one ends behind it.
         """
         oldest = self.pinned + self.evicted  # the token in the first window slot
-        most = min(2 * self.stride, self.length - self.pinned)
+        window = self.length - self.pinned
+        most = min(2 * self.stride, window)
         whole = [start - oldest for start in turn_starts if self.stride <= start - oldest <= most]
-        return Move(start=self.pinned, count=min(whole, default=min(self.stride, most)), length=self.length)
+        count = min(whole, default=min(self.stride, most))
+        split = [end - oldest for start, end in markers if start < oldest + count < end]
+        return Move(start=self.pinned, count=min(max(split, default=count), window), length=self.length)
 
     def apply(self, move: Move) -> Window:
         """The state after an eviction."""
         return replace(self, length=self.length - move.count, evicted=self.evicted + move.count)
 
-    def forecast(self, tokens: int, turn_starts: Iterable[int] = ()) -> Window:
+    def forecast(self, tokens: int, turn_starts: Iterable[int] = (), markers: Iterable[Span] = ()) -> Window:
         """The state after `tokens` more tokens, with all the evictions they bring. Nothing is changed."""
-        starts, state = tuple(turn_starts), self
+        starts, spans, state = tuple(turn_starts), tuple(markers), self
         while tokens:
             if not state.room:
-                state = state.apply(state.next_move(starts))
+                state = state.apply(state.next_move(starts, spans))
             step = min(tokens, state.room)
             state, tokens = state.append(step), tokens - step
         return state
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Which tokens have passed through a cache since it was empty, and how many of them have left."""
+
+    tokens: Sequence[int]  # all of them, evicted ones included
+    pinned: int
+    evicted: int
+
+    def reusable(self, kv: KVSpec, tokens: Sequence[int], pinned: int) -> Window:
+        """The state that a cache is left in when it keeps what a prompt shares with it, and pins `pinned` tokens."""
+        pinned = max(pinned, kv.sinks)
+        fresh = Window(kv.capacity, kv.stride, min(pinned, kv.capacity - kv.stride))
+        kept = _common_prefix(self.tokens, tokens[:-1])  # the last token must run, for its logits
+        if self.evicted and (pinned != self.pinned or self._thinned_out(kv, len(tokens), kept)):
+            return fresh
+        return replace(fresh, length=kept - self.evicted, evicted=self.evicted)
+
+    def _thinned_out(self, kv: KVSpec, prompt: int, kept: int) -> bool:
+        """Whether reading a prompt afresh is better than going on with what evictions and an edit have left of it:
+        where all of it fits, or the cache would end up emptier by a stride than an eviction can leave it.
+
+        The stride of grace is for templates that rewrite what has been said (thinking blocks): every turn leaves them
+        less, and without it they would read everything afresh every other turn."""
+        if prompt <= kv.capacity or kept <= self.pinned + self.evicted:
+            return True
+        least = max(kv.capacity - 3 * kv.stride, kv.capacity // 2)
+        return kept < len(self.tokens) and prompt - self.evicted < least
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common beginning, by bisection over slices (comparing them is fast, numbers one by one are not)."""
+    first, second = list(first), list(second)  # of one type, or their slices are never equal
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low

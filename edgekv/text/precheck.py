@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from edgekv.errors import ContextOverflow, InvalidOption
-from edgekv.kv.window import Window
+from edgekv.kv.window import Span, Window
 
 Overflow = Literal["error", "window"]
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
@@ -68,6 +68,7 @@ def check_lengths(
     max_new_tokens: int | None,
     overflow: Overflow,
     answer_start: int | None = None,
+    markers: Sequence[Span] = (),
 ) -> LengthReport:
     """Work out what a prompt would do to the cache.
 
@@ -77,6 +78,7 @@ def check_lengths(
             wants pinned. Its reusable tokens are length + evicted.
         max_pinned: the most tokens that may be pinned.
         answer_start: token at which the answer's turn begins, if the prompt has one.
+        markers: tokens that no eviction splits.
 
     Raises:
         InvalidOption: an unknown overflow policy.
@@ -89,8 +91,8 @@ def check_lengths(
     problem, max_allowed, too_long = _problem(input_tokens, turn_starts, state, max_pinned, max_new_tokens, overflow)
     before = answer = state
     if not problem:
-        before = state.forecast(input_tokens - reused, starts)
-        answer = before.forecast(max_new_tokens or 0, starts)
+        before = state.forecast(input_tokens - reused, starts, markers)
+        answer = before.forecast(max_new_tokens or 0, starts, markers)
     return LengthReport(
         input_tokens=input_tokens,
         reused_tokens=reused,
@@ -101,7 +103,7 @@ def check_lengths(
         overflow=overflow,
         evicts=before.evicted - state.evicted,
         evicts_with_answer=answer.evicted - state.evicted,
-        turns_leaving=_turns_between(
+        turns_leaving=turns_between(
             turn_starts, input_tokens, state.pinned + state.evicted, state.pinned + before.evicted
         ),
         problem=problem,
@@ -159,7 +161,7 @@ def _longest_new_turn(turn_starts: Sequence[int], input_tokens: int, state: Wind
     return max(sizes, default=0)
 
 
-def _turns_between(turn_starts: Sequence[int], input_tokens: int, first: int, last: int) -> tuple[int, ...]:
+def turns_between(turn_starts: Sequence[int], input_tokens: int, first: int, last: int) -> tuple[int, ...]:
     """Indices of turns that have tokens in first .. last-1."""
     spans = enumerate(pairwise((*turn_starts, input_tokens)))
     return tuple(index for index, (start, stop) in spans if max(start, first) < min(stop, last))

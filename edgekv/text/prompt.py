@@ -16,10 +16,10 @@ included. Templates that refuse the probes pin what comes before the first turn,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, cast
 
 from edgekv.errors import TemplateError
@@ -43,12 +43,14 @@ class Prompt:
         turn_offsets: where the turn of each message begins, never decreasing.
         pinned_chars: the length of BOS and system prompt at the beginning.
         answer_offset: where the generation prompt, and so the answer's turn, begins.
+        markers: first character and end of what the template wrote around the contents, turn by turn.
     """
 
     text: str
     turn_offsets: tuple[int, ...]
     pinned_chars: int
     answer_offset: int
+    markers: tuple[tuple[int, int], ...] = ()
 
 
 class ChatFormat:
@@ -90,7 +92,9 @@ class ChatFormat:
             pinned = (starts[first] or 0) if pinned is None else pinned
             starts[first] = pinned
         answer = self._answer_offset(guarded, text) if add_generation_prompt else len(text)
-        return Prompt(text, _monotone(starts), pinned or 0, answer)
+        turns = _monotone(starts)
+        contents = [message["content"] for message in guarded]
+        return Prompt(text, turns, pinned or 0, answer, tuple(_markers(text, contents, (*turns, answer))))
 
     def encode(self, prompt_text: str) -> GuardedEncoding:
         """The ids of a prompt's text; BOS is among them exactly if the template wrote it (case C19)."""
@@ -205,6 +209,17 @@ class _Seen:
         starts = self.starts[: sum(1 for _ in pairs)]
         latest = max((start for start in starts if start is not None), default=0)
         return starts if text.startswith(self.text[:latest]) else ()
+
+
+def _markers(text: str, contents: Sequence[str], borders: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Header and footer of each turn, and the header of the answer. A content that is not found (a template may rewrite
+    it) has none: nothing in its turn is known to belong together."""
+    for content, (start, end) in zip(contents, pairwise(borders), strict=True):
+        for spelling in (content, content.strip()):
+            if (at := text.find(spelling, start, end)) >= 0:
+                yield from ((start, at), (at + len(spelling), end))
+                break
+    yield borders[-1], len(text)
 
 
 def _leading(messages: Sequence[Message]) -> int:

@@ -1,0 +1,264 @@
+"""Saved sessions and several sessions on one engine, on a tiny random model: going on equals never having stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.chat import make_chat_model
+from safetensors import safe_open
+
+import edgekv
+from edgekv.errors import SessionError, StorageError
+from edgekv.generate import Finished, TextDelta
+from edgekv.kv.scales import read_scales, write_scales
+from edgekv.model.converted import ConvertedModel, open_converted, write_description
+from edgekv.parking import ParkingLot
+from edgekv.session import Session
+from edgekv.session_file import read_info, read_session
+from edgekv.session_store import SessionStore
+
+Load = Callable[..., edgekv.Runtime]
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> ConvertedModel:
+    """A tiny model with a template and scales."""
+    return make_chat_model(Path(__file__).parents[1] / "data" / "llama-fp16", tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture
+def load(chat_model: ConvertedModel, tmp_path: Path) -> Iterator[Load]:
+    """Loads it with a cache of 256 tokens, or as told."""
+    opened = []
+
+    def load_one(folder: Path = chat_model.folder, **options: Any) -> edgekv.Runtime:
+        usual = {"memory": "4GiB", "context": 256, "overflow": "window", "threads": 1, "home": tmp_path / "home"}
+        opened.append(edgekv.load(folder, **(usual | options)))
+        return opened[-1]
+
+    yield load_one
+    for runtime in opened:
+        runtime.close()
+
+
+def talk(runtime: edgekv.Runtime, **options: Any) -> Session:
+    """A session that says something else every time."""
+    return runtime.session(**({"system": "Be brief.", "max_new_tokens": 16, "temperature": 1.0} | options))
+
+
+def say(session: Session, text: str) -> tuple[str, edgekv.Usage]:
+    """One turn: the answer's text and what it took."""
+    *events, last = session.send(text)
+    assert isinstance(last, Finished)
+    return "".join(event.text for event in events if isinstance(event, TextDelta)), last.usage
+
+
+@pytest.mark.parametrize("turns", [1, 3, 14])
+def test_going_on_equals_never_having_stopped(load: Load, tmp_path: Path, turns: int) -> None:
+    """Random sampling without a seed, before and after evictions: text, tokens, positions and what is reused."""
+    runtime = load()
+    first = talk(runtime)
+    for number in range(turns):
+        say(first, f"This is question {number} of a talk")
+    assert (runtime.chat_state.timeline.window.evicted > 0) == (turns > 10)
+    first.save(tmp_path / "talk.safetensors")
+    wanted = [say(first, text)[0] for text in ("And then?", "What else?")]
+    tokens = runtime.chat_state.timeline.tokens
+    other = load()
+    second = talk(other, temperature=0.2)
+    say(second, "Something else")
+    second.load(tmp_path / "talk.safetensors")
+    answers = [say(second, text) for text in ("And then?", "What else?")]
+    assert [text for text, _ in answers] == wanted
+    assert other.chat_state.timeline.tokens == tokens
+    assert second.messages == first.messages
+    assert answers[0][1].input_tokens - answers[0][1].reused_tokens < 50, "only the new message is read"
+
+
+def test_the_file_is_safetensors(load: Load, tmp_path: Path) -> None:
+    """Its own library reads it; what the metadata says is what the cache had. Only the owner may read it."""
+    runtime = load()
+    session, path = talk(runtime), tmp_path / "talk.safetensors"
+    say(session, "Hello")
+    sha256 = session.save(path)
+    timeline = runtime.chat_state.timeline
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata()
+        assert file.get_tensor("tokens").tolist() == list(timeline.engine.tokens)
+        np.testing.assert_array_equal(file.get_tensor("k.1"), timeline.engine.save().keys[1])
+    assert metadata["sha256"] == sha256 == read_info(path).sha256
+    assert metadata["model"] == runtime.model.fingerprint
+    assert (int(metadata["length"]), metadata["title"]) == (timeline.window.length, "Hello")
+    if os.name == "posix":
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_another_capacity(load: Load, tmp_path: Path) -> None:
+    """It may grow, also after evictions, and shrink as long as the content fits; else the sentence has both numbers."""
+    session, path = talk(load()), tmp_path / "talk"
+    for number in range(14):
+        say(session, f"This is question {number} of a talk")
+    session.save(path)
+    length = read_info(path).length
+    for capacity in (1024, length + 8):
+        runtime = load(context=capacity)
+        other = talk(runtime)
+        other.load(path)
+        _, usage = say(other, "Go on")
+        assert usage.reused_tokens > usage.input_tokens - 50
+    with pytest.raises(SessionError, match=f"holds {length} tokens, but the cache has room for 128"):
+        talk(load(context=128)).load(path)
+    small = talk(load(context=128))
+    small.load(path, reread=True)
+    assert small.messages == session.messages
+
+
+def test_what_does_not_fit_is_refused(load: Load, chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Another model, dtype or scales: refused with the reason, and the session is as it was."""
+    import shutil
+
+    session, path = talk(load()), tmp_path / "talk"
+    say(session, "Hello")
+    session.save(path)
+    other = tmp_path / "other"
+    shutil.copytree(chat_model.folder, other)
+    scales_file = other / "kv_scales.safetensors"
+    scales = read_scales(scales_file)
+    write_scales(scales_file, replace(scales, k=scales.k * np.float32(1.5)))
+    renamed = tmp_path / "renamed"
+    shutil.copytree(chat_model.folder, renamed)
+    write_description(renamed, replace(open_converted(renamed).description, source_sha256="0" * 64))
+    for options, reason in (
+        ({"kv_dtype": "float"}, "another KV dtype: int8, not float"),
+        ({"folder": other}, "another KV scales"),
+        ({"folder": renamed, "kv_dtype": "float"}, "another model"),
+    ):
+        runtime = load(**options)
+        refusing = talk(runtime)
+        say(refusing, "Before")
+        before, tokens = list(refusing.messages), runtime.chat_state.timeline.tokens
+        with pytest.raises(SessionError, match=reason):
+            refusing.load(path)
+        assert refusing.messages == before
+        assert runtime.chat_state.timeline.tokens == tokens
+
+
+def test_damage_is_found(load: Load, tmp_path: Path) -> None:
+    """Any byte changed, any end cut off, no session at all: one sentence, never a traceback or wrong numbers."""
+    session, path = talk(load()), tmp_path / "talk"
+    say(session, "Hello")
+    session.save(path)
+    whole = path.read_bytes()
+    broken = tmp_path / "broken"
+    random = np.random.default_rng(0)
+    places = [0, 8, 9, *random.integers(0, len(whole), 60).tolist(), len(whole) - 1]
+    for place in places:
+        broken.write_bytes(whole[:place] + bytes([whole[place] ^ 0x11]) + whole[place + 1 :])
+        with pytest.raises(SessionError):
+            session.load(broken)
+    for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        broken.write_bytes(whole[:size])
+        with pytest.raises(SessionError):
+            session.load(broken)
+    with pytest.raises(SessionError, match="No such file"):
+        session.load(tmp_path / "nothing")
+    with pytest.raises(SessionError, match="not a session"):
+        read_session(Path(__file__).parents[1] / "data" / "llama-fp16" / "model.safetensors", None)
+    session.load(path)
+
+
+def test_a_failed_save_keeps_the_old(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk costs the newest state, not the one before it."""
+    session, path = talk(load()), tmp_path / "talk"
+    say(session, "Hello")
+    sha256 = session.save(path)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    say(session, "More")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        session.save(path)
+    assert read_info(path).sha256 == sha256
+    assert os.listdir(tmp_path) == ["talk"]
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 0])
+def test_sessions_take_turns_on_one_engine(load: Load, memory_bytes: int) -> None:
+    """Each says what it would say alone, through evictions; what is parked comes back from memory or from disk, and
+    nothing but new messages is read again. A stateless call in between disturbs neither."""
+    questions = [f"This is question {number} of a talk" for number in range(9)]
+    alone = []
+    for seed in (1, 2):
+        session = talk(load(), seed=seed)
+        alone.append([say(session, text)[0] for text in questions])
+    runtime = load()
+    runtime.chat_state._lot = lot = ParkingLot(memory_bytes)
+    sessions = [talk(runtime, seed=seed) for seed in (1, 2)]
+    found: list[list[str]] = [[], []]
+    for text in questions:
+        for number, session in enumerate(sessions):
+            answer, usage = say(session, text)
+            found[number].append(answer)
+            assert usage.input_tokens - usage.reused_tokens <= 60 or text == questions[0]
+            assert session.precheck("Now?").reused_tokens > 0
+        runtime.chat([{"role": "user", "content": text}], max_new_tokens=2)
+    assert found == alone
+    assert (lot.memory_bytes > 0) == (memory_bytes > 0)
+    del sessions, session
+    runtime.chat([{"role": "user", "content": "Hello"}], max_new_tokens=2)
+    assert lot.memory_bytes == 0, "what nobody can ask for is freed"
+
+
+def test_pinned_rows_are_parked_once(load: Load) -> None:
+    """Sessions with the same system prompt share its rows; what each has of its own is counted."""
+    runtime = load()
+    lot = runtime.chat_state._lot
+    sessions = [talk(runtime, system="One and the same long system prompt for everybody.") for _ in range(4)]
+    for session in sessions:
+        say(session, "Hello")
+    assert len(lot._heads) == 2, "keys and values"
+    parked = [session._dialogue.seat.parked for session in sessions[:3]]
+    assert len({id(state.timeline.engine.keys._head) for state in parked if state}) == 1
+
+
+def test_the_store(load: Load, tmp_path: Path) -> None:
+    """Names, the newest of a model, a lock against a second process, a question that outlives one."""
+    store = SessionStore(tmp_path)
+    session = talk(load())
+    say(session, "Hello")
+    for name in ("b", "a"):
+        with store.open(name) as saved:
+            assert not saved.exists
+            session.save(saved.path)
+            saved.ask("Why?")
+            with pytest.raises(SessionError, match="open in another edgekv"), store.open(name):
+                pass
+        os.utime(store.path(name), (1, 1 if name == "b" else 2))
+    assert [info.path.stem for info in store.list()] == ["a", "b"]
+    assert store.newest("tiny-chat") == "a"
+    (store.folder / ".a.safetensors.x.part").write_bytes(b"left by a killed process")
+    with store.open("a") as saved:
+        assert saved.asked == "Why?"
+        saved.ask("")
+        assert saved.asked == ""
+        saved.remove()
+    assert sorted(path.name for path in store.folder.iterdir() if path.suffix != ".lock") == [
+        "b.asked",
+        "b.safetensors",
+    ]
+    assert store.new_name("org/some model").startswith("org-some-model-")
+    for name in ("", "../x", ".x", "a/b", "x" * 101):
+        with pytest.raises(SessionError, match="cannot name"):
+            store.path(name)
+    with pytest.raises(SessionError, match="no saved conversation"):
+        store.newest("other")
+    with pytest.raises(SessionError, match="no session 'a'"):
+        store.existing("a")
