@@ -205,7 +205,7 @@ def weight_bytes_read(model: ConvertedModel) -> int:
     """Bytes of weights that one decoded token reads: all of them, but of an embedding that is no head only a row."""
     from edgekv.engines.onnx.engine import load_graph
 
-    graph = load_graph(model).graph
+    graph = load_graph(model)[0].graph
     lookups = ("GatherBlockQuantized", "Gather")
     looked_up = {name for node in graph.node if node.op_type in lookups for name in node.input}
     read = {name for node in graph.node if node.op_type not in lookups for name in node.input}

@@ -24,7 +24,7 @@ def first_bad_layer(model: ConvertedModel, tokens: Sequence[int]) -> int | None:
     from edgekv.engines.onnx import adapt
     from edgekv.engines.onnx.engine import load_graph
 
-    graph, spec = load_graph(model), model.spec
+    (graph, folder), spec = load_graph(model), model.spec
     adapt.set_cache(graph, "float", "channel")
     names = [f"{layer + 1}.attn_hidden" for layer in range(spec.num_layers)]
     if not {names[0]} & {name for node in graph.graph.node for name in node.output}:
@@ -33,7 +33,7 @@ def first_bad_layer(model: ConvertedModel, tokens: Sequence[int]) -> int | None:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry("session.disable_prepacking", "1")
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.graph.parent))
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     session = ort.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
     for layer, hidden in enumerate(session.run(names, _feeds(spec, tokens))):
         if not np.isfinite(hidden).all():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -404,9 +405,8 @@ def open_session(
     graph: str | bytes = str(model.graph)
     as_stored = kv.dtype == "int8" and kv.granularity != "tensor" and options.accuracy_level == 4 and not options.half
     if attention == "native" or not as_stored or model.is_foreign:
-        graph = _other_graph(model, kv, options, attention, scales)
-        place = str(model.graph.parent)
-        session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", place)
+        graph, place = _other_graph(model, kv, options, attention, scales)
+        session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
     try:
         if attention == "native":
             session_options.register_custom_ops_library(str(native.library()))
@@ -421,11 +421,13 @@ def _other_graph(
     options: OnnxOptions,
     attention: Literal["native", "gqa"],
     scales: KVScales | None,
-) -> bytes:
-    """The stored graph has an INT8 cache with a scale a channel; any other kind is made from it in memory."""
+) -> tuple[bytes, Path]:
+    """The stored graph has an INT8 cache with a scale a channel; any other kind is made from it in memory.
+
+    Returns the folder that its weights' places are relative to, too."""
     from edgekv.engines.onnx import adapt
 
-    graph = load_graph(model)
+    graph, folder = load_graph(model)
     adapt.set_cache(graph, kv.dtype, kv.granularity)
     adapt.set_accuracy_level(graph, options.accuracy_level)
     if options.half:
@@ -433,18 +435,19 @@ def _other_graph(
     if attention == "native":
         centred = () if scales is None else scales.centred_layers
         adapt.set_native_attention(graph, model.spec, centred)
-    return bytes(graph.SerializeToString())
+    return bytes(graph.SerializeToString()), folder
 
 
-def load_graph(model: ConvertedModel) -> onnx.ModelProto:
-    """A model's graph as edgekv runs it, its large weights left in their files beside `model.graph`."""
+def load_graph(model: ConvertedModel) -> tuple[onnx.ModelProto, Path]:
+    """A model's graph as edgekv runs it, its large weights left in their files, and the folder that those lie in."""
     import onnx
 
     from edgekv.engines.onnx.foreign import adapt_foreign
 
     if model.is_foreign:
-        return adapt_foreign(model.graph).model
-    return onnx.load(model.graph, load_external_data=False)
+        adapted = adapt_foreign(model.graph)
+        return adapted.model, adapted.folder
+    return onnx.load(model.graph, load_external_data=False), model.folder
 
 
 def _import_onnxruntime() -> Any:

@@ -27,8 +27,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from edgekv.engines.onnx.graphfile import data_files, read_graph, tensor_bytes
-from edgekv.engines.onnx.surgery import Array, GraphEdit, attribute
+from edgekv.engines.onnx.graphfile import read_graph, tensor_bytes
+from edgekv.engines.onnx.fuse import fuse_attention
+from edgekv.engines.onnx.surgery import LINEAR, Array, GraphEdit, attribute, linear_shapes, without_bias
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 
 _SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS = 5, 6, 7, 8, 9  # inputs of GroupQueryAttention
@@ -37,7 +38,6 @@ _KNOWN_ATTRIBUTES = {
     "num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "local_window_size", "softcap",
     "smooth_softmax", "k_quant_type", "v_quant_type", "kv_cache_bit_width", "qk_output",
 }  # fmt: skip
-_LINEAR = ("MatMul", "MatMulNBits", "MatMulBnb4", "Gemm", "FusedMatMul")
 _AFTER_HEAD = ("Add", "Mul", "Div", "Cast", "Tanh")
 _OURS = {"ids", "rows", "seqlens_k", "total", "cos", "sin", "check", "head_in"}
 _FLOATS = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}
@@ -67,6 +67,7 @@ class Adapted:
     sin: Array
     producer: str  # such as "onnxruntime-genai 0.18.0"
     scheme: str  # how the weights are held, such as "int4/32, float32"
+    folder: Path  # that the places of external data are relative to
     files: tuple[str, ...]  # that hold the graph and its weights, in the graph's folder
     weight_bytes: int
 
@@ -90,7 +91,8 @@ def adapt_foreign(path: Path) -> Adapted:
         BadCheckpoint: a file is damaged or missing, or the graph contradicts itself.
         UnsupportedModel: something in it that edgekv does not run; the message names it.
     """
-    graph = GraphEdit(read_graph(path), path)
+    read = read_graph(path)
+    graph = GraphEdit(read.model, path, read.folder)
     producer = f"{graph.model.producer_name} {graph.model.producer_version.split('+')[0]}".strip()
     _free_names(graph)
     layers = _attentions(graph)
@@ -108,7 +110,8 @@ def adapt_foreign(path: Path) -> Adapted:
         np.asarray(sin, np.float32),
         producer or "an unnamed tool",
         _scheme(graph),
-        (path.name, *sorted(data_files(graph.model) - {path.name})),
+        read.folder,
+        read.files,
         sum(map(tensor_bytes, graph.model.graph.initializer)),
     )
 
@@ -120,10 +123,9 @@ def _free_names(graph: GraphEdit) -> None:
 
 
 def _attentions(graph: GraphEdit) -> list[_Attention]:
-    nodes = graph.of_kind("GroupQueryAttention")
-    if not nodes:
-        raise UnsupportedModel(f"{graph.path} has no GroupQueryAttention: edgekv does not know its attention.")
-    return [_attention(graph, node) for node in nodes]
+    if not graph.of_kind("GroupQueryAttention"):
+        fuse_attention(graph)
+    return [_attention(graph, node) for node in graph.of_kind("GroupQueryAttention")]
 
 
 def _attention(graph: GraphEdit, node: onnx.NodeProto) -> _Attention:
@@ -179,7 +181,7 @@ def _geometry(graph: GraphEdit, layers: list[_Attention]) -> Geometry:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         hidden_size=hidden,
-        ffn_size=max(shape[1] for shape in _linear_shapes(graph).values()),
+        ffn_size=max(shape[1] for shape in linear_shapes(graph).values()),
         vocab_size=vocab,
         tied=tied,
     )
@@ -207,12 +209,12 @@ def _table(graph: GraphEdit, name: str) -> Array:
 def _check_heads(graph: GraphEdit, layers: list[_Attention], heads: int, kv_heads: int, head_dim: int) -> None:
     """The widths of the projections and of the cache must be those of the heads."""
     inputs = {value.name: value for value in graph.model.graph.input}
-    shapes = _linear_shapes(graph)
+    shapes = linear_shapes(graph)
     for layer in layers:
         packed = (heads + 2 * kv_heads) * head_dim
         widths = [(layer.query, heads * head_dim), (layer.key, kv_heads * head_dim), (layer.value, kv_heads * head_dim)]
         for name, width in widths if layer.key else [(layer.query, packed)]:
-            made = shapes.get(_skip_bias(graph, name), (width, 0))[0]
+            made = shapes.get(without_bias(graph, name), (width, 0))[0]
             if made != width:
                 raise BadCheckpoint(
                     f"{_place(graph, layer.node)}: {name} has {made} columns, but {heads} query and {kv_heads} "
@@ -226,35 +228,15 @@ def _check_heads(graph: GraphEdit, layers: list[_Attention], heads: int, kv_head
                 raise BadCheckpoint(f"{graph.path}: the cache {name} is not one of {kv_heads} key-value heads.")
 
 
-def _skip_bias(graph: GraphEdit, name: str) -> str:
-    """The product that a bias is added to; `name` itself if none is."""
-    node = graph.producer(name, "Add")
-    products = [] if node is None else [x for x in node.input if graph.producer(x, *_LINEAR)]
-    return products[0] if products else name
-
-
-def _linear_shapes(graph: GraphEdit) -> dict[str, tuple[int, int]]:
-    """[out, in] of every multiplication by a stored matrix, by the name of its result."""
-    shapes = {}
-    for node in graph.nodes:
-        if node.op_type in ("MatMulNBits", "MatMulBnb4"):
-            shapes[node.output[0]] = (attribute(node, "N", 0), attribute(node, "K", 0))
-        elif node.op_type in ("MatMul", "Gemm") and node.input[1] in graph.tensors:
-            dims = list(graph.tensors[node.input[1]].dims)
-            if len(dims) == 2:
-                shapes[node.output[0]] = tuple(dims if attribute(node, "transB", 0) else dims[::-1])
-    return shapes
-
-
 def _sizes(graph: GraphEdit, layers: list[_Attention]) -> tuple[int, int, bool]:
     """Hidden size, vocabulary, and whether the head reads the embedding's bytes."""
-    head, shapes = _head(graph), _linear_shapes(graph)
+    head, shapes = _head(graph), linear_shapes(graph)
     if head is not None and head.output[0] in shapes:
         vocab, hidden = shapes[head.output[0]]
         return hidden, vocab, len(graph.readers[head.input[1]]) > 1
     logits = next(v.type.tensor_type for v in graph.model.graph.output if v.name == _logits(graph))
     vocab = logits.shape.dim[-1].dim_value if logits.shape.dim else 0
-    hidden = shapes.get(_skip_bias(graph, layers[0].query), (0, 0))[1]
+    hidden = shapes.get(without_bias(graph, layers[0].query), (0, 0))[1]
     if not vocab or not hidden:
         raise UnsupportedModel(f"{graph.path}: neither its output head nor its first projection is a stored matrix.")
     return hidden, vocab, False
@@ -316,7 +298,7 @@ def _head(graph: GraphEdit) -> onnx.NodeProto | None:
         if len(inner) != 1:
             return None
         name = inner[0]
-    return graph.producer(name, *_LINEAR)
+    return graph.producer(name, *LINEAR)
 
 
 def _choose_rows(graph: GraphEdit) -> None:

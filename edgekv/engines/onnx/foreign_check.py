@@ -36,8 +36,8 @@ def check_adapted(path: Path, adapted: Adapted) -> float:
         UnsupportedModel: it is too large. EngineError: ONNX Runtime cannot run the graph.
     """
     ids = np.random.default_rng(0).integers(0, adapted.geometry.vocab_size, (1, PROBE))
-    found = _run(path, adapted.model, _our_feeds(adapted, ids))
-    wanted = _run(path, *_theirs(path, adapted, ids))
+    found = _run(path, adapted, adapted.model, _our_feeds(adapted, ids))
+    wanted = _run(path, adapted, *_theirs(path, adapted, ids))
     found = found[-len(wanted) :]  # theirs may be those of the last token alone
     difference = np.linalg.norm(found - wanted, axis=-1) / np.maximum(np.linalg.norm(wanted, axis=-1), 1e-30)
     if not difference.max() < TOLERANCE:  # also where it is not a number
@@ -63,7 +63,7 @@ def _our_feeds(adapted: Adapted, ids: Array) -> dict[str, Array]:
 
 def _theirs(path: Path, adapted: Adapted, ids: Array) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """The maker's graph with a float cache, and what it reads when nothing is cached."""
-    model = read_graph(path)
+    model = read_graph(path).model
     drop_quantised_cache(model)
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(PROBE)[None]}
     cache = (1, adapted.geometry.num_kv_heads, 0, adapted.geometry.head_dim)
@@ -79,14 +79,14 @@ def _theirs(path: Path, adapted: Adapted, ids: Array) -> tuple[onnx.ModelProto, 
     return model, given
 
 
-def _run(path: Path, model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
+def _run(path: Path, adapted: Adapted, model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
     """The logits [T, V] in float64, on one thread; the session is closed afterwards."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(adapted.folder))
     try:
         session: Any = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         names = [value.name for value in session.get_outputs() if not value.name.startswith("present")]

@@ -4,12 +4,17 @@ Weights in a file of their own are stored so anyway. Those inside the graph file
 encoding (field 7 of the model is the graph, field 5 of a graph an initializer, field 9 of a tensor its bytes) and
 become external data whose file is the graph itself. So a graph of 2 GB takes no more memory to edit than one of 20 KB,
 ONNX Runtime maps the file that the user has, and nothing of it is copied.
+
+ONNX Runtime refuses data files that links lead out of the graph's folder, as all do in the hub's own cache. So links are
+followed here, and files are named from the folder that holds them all.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +39,16 @@ class _Field(NamedTuple):
     end: int
 
 
-def read_graph(path: Path) -> onnx.ModelProto:
+@dataclass(frozen=True)
+class GraphFile:
+    """An ONNX file without its large tensors."""
+
+    model: onnx.ModelProto
+    folder: Path  # that the places of external data are relative to
+    files: tuple[str, ...]  # the graph and its data files, by their names in the graph's folder
+
+
+def read_graph(path: Path) -> GraphFile:
     """The model at `path`, large tensors as external data of files in its folder, all of which are there and whole.
 
     Raises:
@@ -49,21 +63,21 @@ def read_graph(path: Path) -> onnx.ModelProto:
         raise BadCheckpoint(f"{path} cannot be read as an ONNX model ({error}): download it again.") from None
     if not model.graph.node:
         raise BadCheckpoint(f"{path} holds no ONNX graph: download it again.")
-    for tensor in model.graph.initializer:
-        if tensor.data_location == TensorProto.EXTERNAL:
-            _check_external(path, tensor)
-    return model
+    tensors = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+    for tensor in tensors:
+        _check_external(path, tensor)
+    names = sorted({external_place(tensor)[0] for tensor in tensors} - {path.name})
+    real = {name: (path.parent / name).resolve() for name in (path.name, *names)}
+    folder = Path(os.path.commonpath([file.parent for file in real.values()]))
+    for entry in (entry for tensor in tensors for entry in tensor.external_data if entry.key == "location"):
+        entry.value = real[entry.value].relative_to(folder).as_posix()
+    return GraphFile(model, folder, (path.name, *names))
 
 
 def external_place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
     """File name, offset and length in bytes of a tensor's external data."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     return entries.get("location", ""), int(entries.get("offset") or 0), int(entries.get("length") or _size(tensor))
-
-
-def data_files(model: onnx.ModelProto) -> set[str]:
-    """The names of the files in which the model's tensors lie."""
-    return {external_place(t)[0] for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL}
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int:

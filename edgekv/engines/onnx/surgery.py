@@ -16,6 +16,9 @@ from edgekv.errors import UnsupportedModel
 
 Array = np.ndarray[Any, Any]
 
+LINEAR = ("MatMul", "MatMulNBits", "MatMulBnb4", "Gemm", "FusedMatMul")
+"""Operators that multiply by a matrix."""
+
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     """A node's attribute, or the operator's default."""
@@ -25,8 +28,8 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
 class GraphEdit:
     """A model whose nodes are taken out, indexed and changed; `commit` puts those that are needed back in order."""
 
-    def __init__(self, model: onnx.ModelProto, path: Path) -> None:
-        self.model, self.path = model, path
+    def __init__(self, model: onnx.ModelProto, path: Path, folder: Path) -> None:
+        self.model, self.path, self.folder = model, path, folder
         self.nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in model.graph.node]
         self.tensors = {tensor.name: tensor for tensor in model.graph.initializer}
         self._index()
@@ -51,7 +54,7 @@ class GraphEdit:
     def constant(self, name: str) -> Array | None:
         """A value that is the same in every run; None if it is not known to be."""
         if name in self.tensors:
-            return tensor_array(self.tensors[name], self.path.parent)
+            return tensor_array(self.tensors[name], self.folder)
         node = self.producers.get(name)
         if node is not None and node.op_type == "Identity":
             return self.constant(node.input[0])
@@ -124,3 +127,23 @@ class GraphEdit:
     def _refuse_subgraph(self, node: onnx.NodeProto) -> None:
         if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
             raise UnsupportedModel(f"{self.path}: {node.op_type} {node.name} chooses between graphs while it runs.")
+
+
+def linear_shapes(graph: GraphEdit) -> dict[str, tuple[int, int]]:
+    """[out, in] of every multiplication by a stored matrix, by the name of its result."""
+    shapes = {}
+    for node in graph.nodes:
+        if node.op_type in ("MatMulNBits", "MatMulBnb4"):
+            shapes[node.output[0]] = (attribute(node, "N", 0), attribute(node, "K", 0))
+        elif node.op_type in ("MatMul", "Gemm") and node.input[1] in graph.tensors:
+            dims = list(graph.tensors[node.input[1]].dims)
+            if len(dims) == 2:
+                shapes[node.output[0]] = tuple(dims if attribute(node, "transB", 0) else dims[::-1])
+    return shapes
+
+
+def without_bias(graph: GraphEdit, name: str) -> str:
+    """The product that a bias is added to; `name` itself if none is."""
+    node = graph.producer(name, "Add")
+    products = [] if node is None else [x for x in node.input if graph.producer(x, *LINEAR)]
+    return products[0] if products else name
