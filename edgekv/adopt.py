@@ -25,7 +25,6 @@ from edgekv.model.converted import (
     ConvertedModel,
     Description,
     file_state,
-    is_converted,
     open_converted,
     write_description,
 )
@@ -35,7 +34,7 @@ from edgekv.model.foreign import GENAI_CONFIG, ForeignFolder
 from edgekv.model.rope_config import rope_from_config
 from edgekv.model.spec import ModelSpec, RopeSpec
 from edgekv.weights.base import TokenizerFiles
-from edgekv.weights.safetensors import hub_tokenizer
+from edgekv.weights.hub import HubFolder
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -49,10 +48,9 @@ def adopt(
         BadCheckpoint, UnsupportedModel: the graph or a file beside it cannot be used.
         StorageError: the directory cannot be written.
     """
-    texts = hub_tokenizer(foreign.root)
+    texts = HubFolder(foreign.root).tokenizer()
     progress("graph", 0, 3)
-    adapted = _adapt(foreign)
-    spec = _spec(foreign, adapted)
+    adapted, spec = recognise(foreign)
     progress("compare with the maker's", 1, 3)
     check_adapted(foreign.graph, adapted)
     progress("hash", 2, 3)
@@ -68,18 +66,14 @@ def adopt(
     return open_converted(out)
 
 
-def is_current(folder: Path) -> bool:
-    """Whether there is such a directory and the files that it reads in place are what they were."""
-    try:
-        return is_converted(folder) and open_converted(folder).is_foreign
-    except BadCheckpoint:
-        return False
+def recognise(foreign: ForeignFolder) -> tuple[Adapted, ModelSpec]:
+    """The adapted graph and the model it is of; its logits are not compared yet.
 
-
-def folder_name(foreign: ForeignFolder) -> str:
-    """The name of a graph's directory: what people call it, and a hash of where it lies."""
-    called = foreign.root.resolve().name
-    return f"{called}-{hashlib.sha256(str(foreign.graph.resolve()).encode()).hexdigest()[:12]}"
+    Raises:
+        BadCheckpoint, UnsupportedModel: as `adopt`.
+    """
+    adapted = _adapt(foreign)
+    return adapted, _spec(foreign, adapted)
 
 
 def _adapt(foreign: ForeignFolder) -> Adapted:

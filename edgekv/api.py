@@ -55,7 +55,7 @@ Reply = Finished
 
 
 def load(model: str | os.PathLike[str], **options: Any) -> Runtime:
-    """Load a model: a catalog name, a directory made by `edgekv convert`, a GGUF file or a folder of safetensors.
+    """Load a model: a catalog name, a directory made by `edgekv convert`, a GGUF file, safetensors or an ONNX graph.
 
     Args:
         model: what to load; it is downloaded and converted the first time.

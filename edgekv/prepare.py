@@ -27,7 +27,7 @@ from edgekv.kv.scales import KVScales, read_scales, scales_name
 from edgekv.kv.spec import Granularity, KVDtype
 from edgekv.model import catalog
 from edgekv.model.converted import ConvertedModel, is_converted, open_converted
-from edgekv.model.foreign import ForeignFolder, find_foreign
+from edgekv.model.foreign import ForeignFolder, find_foreign, folder_name, is_current
 from edgekv.model.pull import pull
 from edgekv.units import format_bytes
 from edgekv.weights import open_source
@@ -145,7 +145,7 @@ def _fits(path: Path, model: ConvertedModel) -> bool:
 
 
 def _prepare_foreign(foreign: ForeignFolder, home: Path, watch: Watch) -> ConvertedModel:
-    from edgekv.adopt import adopt, folder_name, is_current
+    from edgekv.adopt import adopt
 
     folder = home / "models" / folder_name(foreign)
     if not is_current(folder):

@@ -72,7 +72,7 @@ class Keeping:
 @options_of(LoadOptions, unset=True)
 @options_of(SamplingOptions, unset=True)
 def command(model: str, prompt: str | None, system: str | None, as_json: bool, **values: Any) -> int:
-    """Chat with MODEL: a catalog name, a model directory, a GGUF file or a folder of safetensors.
+    """Chat with MODEL: a catalog name, a model directory, a GGUF file, or a folder with safetensors or an ONNX graph.
 
     When the cache is full the oldest turns leave and you are told; the system prompt stays. From a pipe, each line is
     one message. A conversation that is typed is saved after every answer, and --continue goes on with it.

@@ -14,6 +14,7 @@ from edgekv.kv.scales import KVScales, read_scales
 from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 from edgekv.model import catalog
 from edgekv.model.converted import TEMPLATE, ConvertedModel, is_converted, open_converted
+from edgekv.model.foreign import ForeignFolder, find_foreign, folder_name, is_current
 from edgekv.model.spec import ModelSpec
 from edgekv.units import format_bytes
 from edgekv.weights.base import Form, Stored
@@ -27,19 +28,22 @@ Rows = list[list[str]]
 def command(model: str | None, home: Path | None) -> None:
     """Show what MODEL is and how it runs; without MODEL, list what is known and what is ready.
 
-    MODEL is a catalog name, a model directory, a GGUF file or a folder of safetensors; nothing is converted.
+    MODEL is a catalog name, a model directory, a GGUF file, or a folder with safetensors or an ONNX graph; nothing is
+    converted.
     """
     folder = catalog.home(home)
     if model is None:
         _list_models(folder)
         return
     path = folder / "models" / model if model in catalog.names() else Path(model).expanduser()
-    rows = _converted_rows(open_converted(path)) if _is_ours(path, model) else _source_rows(path, folder)
-    render.table("", ["", ""], rows)
+    render.table("", ["", ""], _rows(path, folder, known=model in catalog.names()))
 
 
-def _is_ours(path: Path, model: str) -> bool:
-    return model in catalog.names() or is_converted(path)
+def _rows(path: Path, home: Path, *, known: bool) -> Rows:
+    if known or is_converted(path):
+        return _converted_rows(open_converted(path))
+    foreign = find_foreign(path)
+    return _source_rows(path, home) if foreign is None else _foreign_rows(foreign, home)
 
 
 def _list_models(home: Path) -> None:
@@ -83,6 +87,29 @@ def _converted_rows(model: ConvertedModel) -> Rows:
         ["attention", _attention_line(model.spec)],
         *[["KV scales", _scales_line(path, model)] for path in sorted(model.folder.glob("kv_scales*.safetensors"))],
     ]
+
+
+def _foreign_rows(foreign: ForeignFolder, home: Path) -> Rows:
+    """Another maker's graph as it lies, and what edgekv makes of it whenever it is loaded."""
+    from edgekv.adopt import recognise
+    from edgekv.weights.hub import HubFolder
+
+    adapted, spec = recognise(foreign)
+    made = home / "models" / folder_name(foreign)
+    rows = [
+        ["name", foreign.root.resolve().name],
+        *_spec_rows(spec),
+        ["format", f"ONNX by {adapted.producer}"],
+        ["graph", str(foreign.graph)],
+        ["held as", f"{adapted.scheme} (bits/block), {format_bytes(adapted.weight_bytes)}, read where it lies"],
+        *[["in memory" if not index else "", words] for index, words in enumerate(adapted.changes)],
+        ["chat template", _template_line(HubFolder(foreign.root).has_template)],
+        ["attention", _attention_line(spec)],
+    ]
+    if is_current(made):
+        scales = sorted(made.glob("kv_scales*.safetensors"))
+        return [*rows, *[["KV scales", _scales_line(path, open_converted(made))] for path in scales]]
+    return [*rows, ["state", "not run yet: the first `edgekv chat` compares its logits with the maker's"]]
 
 
 def _source_rows(path: Path, home: Path) -> Rows:

@@ -3,7 +3,8 @@
 A candidate (a config's RopeSpec) is taken if it gives the tables. Without one the frequencies are measured: the phase
 of row 1 is a pair's frequency to the precision of one entry, rows 2, 4, 8 ... refine it, each read with the full turns
 that the estimate so far predicts. From them follow theta and a linear factor; llama3 scaling is tried with the
-constants that Meta published and the factor that the slowest pair shows.
+constants that Meta published and the factor that the slowest pair shows. If none of these gives the tables, the
+measured frequencies themselves are taken (RopeSpec.factors), as precise as the tables' entries.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ def rope_of_tables(cos: Float32, sin: Float32, candidates: Iterable[RopeSpec]) -
     """The rotary embedding behind tables [rows, D/2].
 
     Raises:
-        UnsupportedModel: no candidate and no kind that edgekv knows gives these tables.
+        UnsupportedModel: no frequencies give these tables.
     """
     rows = min(len(cos), COMPARED_ROWS)
     cos, sin = cos[:rows], sin[:rows]
-    for rope in (*candidates, *_guesses(measured_frequencies(cos, sin))):
+    amplitude = _rounded(float(np.hypot(cos, sin).mean()), 5)
+    fixed = (rope for rope in candidates if rope.kind not in ("dynamic", "longrope"))
+    guesses = (replace(rope, attention_factor=amplitude) for rope in _guesses(measured_frequencies(cos, sin)))
+    for rope in (*fixed, *guesses):
         if _largest_difference(rope, cos, sin) < TOLERANCE:
             return rope
-    raise UnsupportedModel(
-        "The graph's RoPE tables are of no kind that edgekv knows (default, linear, llama3): convert the float weights."
-    )
+    raise UnsupportedModel("The graph's RoPE tables are no cosines and sines of angles that grow with the position.")
 
 
 def measured_frequencies(cos: Float32, sin: Float32) -> Float64:
@@ -70,6 +72,8 @@ def _guesses(frequencies: Float64) -> Iterator[RopeSpec]:
             yield _llama3(frequencies, _rounded((1 / frequencies[1]) ** pairs, digits))
         else:
             yield RopeSpec(theta=theta, kind="linear", factor=_rounded(factor, digits))
+    plain = RopeSpec()
+    yield replace(plain, factors=tuple(inverse_frequencies(plain, 2 * pairs) / frequencies))
 
 
 def _llama3(frequencies: Float64, theta: float) -> RopeSpec:

@@ -10,13 +10,15 @@ file itself asks for the graph. Of several graphs of one model the first in PREF
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
+from edgekv.model.converted import is_converted, open_converted
+from edgekv.weights.hub import read_json
 
 GENAI_CONFIG = "genai_config.json"
 
@@ -94,27 +96,28 @@ def _described(graph: Path, root: Path) -> ForeignFolder:
     return ForeignFolder(
         graph.absolute(),
         root,
-        read_json(root / "config.json"),
-        read_json(root / "generation_config.json"),
+        read_json(root / "config.json", optional=True),
+        read_json(root / "generation_config.json", optional=True),
         _genai_model(root),
     )
 
 
 def _genai_model(folder: Path) -> Mapping[str, Any]:
-    model = read_json(folder / GENAI_CONFIG).get("model", {})
+    model = read_json(folder / GENAI_CONFIG, optional=True).get("model", {})
     if not isinstance(model, Mapping):
         raise BadCheckpoint(f"{folder / GENAI_CONFIG}: model is {model!r}, not a table of fields.")
     return model
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
-    if not path.exists():
-        return {}
+def is_current(folder: Path) -> bool:
+    """Whether there is such a directory and the files that it reads in place are what they were."""
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{path} cannot be read as JSON: {error}.") from None
-    if not isinstance(data, Mapping):
-        raise BadCheckpoint(f"{path} holds {type(data).__name__}, not an object with fields.")
-    return data
+        return is_converted(folder) and open_converted(folder).is_foreign
+    except BadCheckpoint:
+        return False
+
+
+def folder_name(foreign: ForeignFolder) -> str:
+    """The name of a graph's directory: what people call it, and a hash of where it lies."""
+    called = foreign.root.resolve().name
+    return f"{called}-{hashlib.sha256(str(foreign.graph.resolve()).encode()).hexdigest()[:12]}"

@@ -37,6 +37,8 @@ def open_source(path: Path) -> WeightSource:
             raise UnsupportedModel(
                 f"{path} holds pickled weights, which edgekv never loads: get the safetensors files."
             )
+        if any(path.glob("*.onnx")) or any(path.glob("onnx/*.onnx")):
+            raise UnsupportedModel(f"{path} holds an ONNX graph, which is run as it is: `edgekv chat {path}`.")
     what = "does not exist" if not path.exists() else "holds neither a .gguf file nor config.json with .safetensors"
     raise ModelNotFound(
         f"{path} {what}: give a GGUF file, a folder of safetensors, or a name that `edgekv pull` knows."

@@ -7,7 +7,6 @@ chosen by `quantization_config.quant_method`. A layer without that scheme's tens
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,11 @@ from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.families import spec_from_config
 from edgekv.model.spec import ModelSpec
 from edgekv.weights.awq import AWQ
-from edgekv.weights.base import Float32, Form, Matrix, Stored, TokenizerFiles, take_rows
+from edgekv.weights.base import Float32, Form, Matrix, Stored, take_rows
 from edgekv.weights.bitsandbytes import BitsAndBytes
 from edgekv.weights.compressed_tensors import CompressedTensors
 from edgekv.weights.gptq import GPTQ
+from edgekv.weights.hub import HubFolder
 from edgekv.weights.names import ROOTS, HubPlace, hub_place, shape
 from edgekv.weights.scheme import LinearScheme, QuantConfig
 from edgekv.weights.tensors import FLOAT_NAMES, TensorFiles
@@ -42,11 +42,11 @@ _CONFIGS_APART = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where the fields lie if config.json has none, and the method that wrote that file."""
 
 
-class SafetensorsSource:
+class SafetensorsSource(HubFolder):
     """A folder with config.json and *.safetensors, one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         config = self._json("config.json")
         spec = spec_from_config(config, self._json("generation_config.json", optional=True))
         self._linear = self._scheme(config)
@@ -124,45 +124,6 @@ class SafetensorsSource:
         heads = np.arange(0, shape(self.spec, name)[0], size)
         return take_rows(matrix, (heads[:, None] + self.spec.rope.half_split_order(size)).reshape(-1))
 
-    def tokenizer(self) -> TokenizerFiles:
-        """tokenizer.json as it lies in the folder, with the template and special tokens of tokenizer_config.json."""
-        path = self.folder / "tokenizer.json"
-        if not path.exists():
-            raise BadCheckpoint(
-                f"{self.folder} has no tokenizer.json: copy the model's tokenizer files beside its weights."
-            )
-        config = self._json("tokenizer_config.json", optional=True)
-        text, bos = _text(path), _token_text(config.get("bos_token"))
-        return TokenizerFiles(
-            tokenizer_json=text,
-            chat_template=self._template(config),
-            bos_token=bos,
-            eos_token=_token_text(config.get("eos_token")),
-            add_bos=_adds_bos(path, text, bos),
-        )
-
-    @property
-    def has_template(self) -> bool:
-        """See WeightSource."""
-        return self._template(self._json("tokenizer_config.json", optional=True)) is not None
-
-    def _template(self, config: dict[str, Any]) -> str | None:
-        """The template in a file of its own, else the one in tokenizer_config.json."""
-        file = self.folder / "chat_template.jinja"
-        return _default_template(_text(file) if file.exists() else config.get("chat_template"))
-
-    def _json(self, name: str, *, optional: bool = False) -> dict[str, Any]:
-        path = self.folder / name
-        if optional and not path.exists():
-            return {}
-        try:
-            data = json.loads(_text(path))
-        except (ValueError, RecursionError) as error:
-            raise BadCheckpoint(f"{path} cannot be read as JSON: {error}.") from None
-        if not isinstance(data, dict):
-            raise BadCheckpoint(f"{path} holds {type(data).__name__}, not an object with fields.")
-        return data
-
     def _shards(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
         if not index.exists():
@@ -219,42 +180,3 @@ class SafetensorsSource:
             raise UnsupportedModel(
                 f"{self._tensors.place(bias)} is not zero, and edgekv runs {self.spec.family} without that bias."
             )
-
-
-def hub_tokenizer(folder: Path) -> TokenizerFiles:
-    """The tokenizer's files in a folder laid out as on the hub, whatever holds its weights."""
-    source = SafetensorsSource.__new__(SafetensorsSource)
-    source.folder = folder
-    return source.tokenizer()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error}.") from None
-
-
-def _default_template(template: Any) -> str | None:
-    """Some configs hold a list of named templates instead of one."""
-    if isinstance(template, list):
-        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    return template if isinstance(template, str) else None
-
-
-def _token_text(token: Any) -> str:
-    """A special token is stored as text or as an object with `content`."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
-
-
-def _adds_bos(path: Path, tokenizer_json: str, bos: str) -> bool:
-    """Whether the tokenizer's own post-processor puts BOS before a text."""
-    import tokenizers
-
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # the library raises bare Exception
-        raise BadCheckpoint(f"{path} is not a tokenizer file that can be used: {error}.") from None
-    return bool(bos) and tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(bos)]

@@ -27,12 +27,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from edgekv.engines.onnx.graphfile import read_graph, tensor_bytes
 from edgekv.engines.onnx.fuse import fuse_attention
+from edgekv.engines.onnx.graphfile import read_graph, tensor_bytes
 from edgekv.engines.onnx.surgery import LINEAR, Array, GraphEdit, attribute, linear_shapes, without_bias
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 
-_SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS = 5, 6, 7, 8, 9  # inputs of GroupQueryAttention
+_COS, _SIN = 7, 8  # inputs of GroupQueryAttention
 _REFUSED_INPUTS = {10: "an attention bias", 11: "attention sinks"}
 _KNOWN_ATTRIBUTES = {
     "num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "local_window_size", "softcap",
@@ -66,6 +66,7 @@ class Adapted:
     cos: Array  # the maker's RoPE tables, [rows, D/2]
     sin: Array
     producer: str  # such as "onnxruntime-genai 0.18.0"
+    changes: tuple[str, ...]  # what had to be done to it, for people
     scheme: str  # how the weights are held, such as "int4/32, float32"
     folder: Path  # that the places of external data are relative to
     files: tuple[str, ...]  # that hold the graph and its weights, in the graph's folder
@@ -96,6 +97,7 @@ def adapt_foreign(path: Path) -> Adapted:
     producer = f"{graph.model.producer_name} {graph.model.producer_version.split('+')[0]}".strip()
     _free_names(graph)
     layers = _attentions(graph)
+    changes = _changes(read.model, layers)
     geometry = _geometry(graph, layers)
     cos, sin = (_table(graph, name) for name in (layers[0].cos, layers[0].sin))
     half = cos.dtype == np.float16
@@ -109,6 +111,7 @@ def adapt_foreign(path: Path) -> Adapted:
         np.asarray(cos, np.float32),
         np.asarray(sin, np.float32),
         producer or "an unnamed tool",
+        changes,
         _scheme(graph),
         read.folder,
         read.files,
@@ -165,6 +168,22 @@ def _rotation(graph: GraphEdit, node: onnx.NodeProto, name: str) -> onnx.NodePro
 
 def _place(graph: GraphEdit, node: onnx.NodeProto) -> str:
     return f"{graph.path}: {node.op_type} {node.name}".rstrip()
+
+
+def _changes(theirs: onnx.ModelProto, layers: list[_Attention]) -> tuple[str, ...]:
+    """What `adapt_foreign` does to a graph, in words."""
+    inputs = {value.name: value.type.tensor_type.elem_type for value in theirs.graph.input}
+    cache = inputs.get(layers[0].node.input[3], TensorProto.FLOAT)
+    fused = all(node.op_type != "GroupQueryAttention" for node in theirs.graph.node)
+    possible = {
+        "attention in plain operators fused into GroupQueryAttention": fused,
+        "query, key and value packed": bool(layers[0].key),
+        "RotaryEmbedding moved into attention": not attribute(layers[0].node, "do_rotary", 0),
+        "float16 cast to float32 around attention": cache == TensorProto.FLOAT16,
+        "its quantised cache replaced": cache not in _FLOATS,
+        "RoPE tables and cache made inputs": True,
+    }
+    return tuple(words for words, done in possible.items() if done)
 
 
 # ---- what the graph says ---------------------------------------------------------------------------------------------

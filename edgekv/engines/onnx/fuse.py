@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -29,7 +30,10 @@ from edgekv.engines.onnx.surgery import Array, GraphEdit, attribute, linear_shap
 from edgekv.errors import EngineError, UnsupportedModel
 
 TABLE_ROWS = 2048
-"""Tokens for which angles and mask are computed at once."""
+"""Tokens for which the angles are computed."""
+
+MASK_ROWS = 256
+"""Tokens whose mask is looked at when nothing is cached."""
 
 LONG_PAST = 40_000
 """Cached tokens before the one whose mask is looked at: longer than the windows that models are published with."""
@@ -223,14 +227,13 @@ def _projection(graph: GraphEdit, name: str) -> str:
 
 def _prove(graph: GraphEdit, layers: list[_Layer]) -> tuple[Array, Array]:
     """Cosine and sine [TABLE_ROWS, D/2] of all layers, once their masks have been seen to be causal."""
+    masks = _Part(graph, {layer.mask for layer in layers})
+    for mask in masks.run(MASK_ROWS, 0).values():
+        _check_mask(graph, mask, np.tri(MASK_ROWS, dtype=bool))
+    for mask in masks.run(1, LONG_PAST).values():
+        _check_mask(graph, mask, np.ones((1, LONG_PAST + 1), bool))
     pairs = {pair for layer in layers for pair in layer.angles}
-    masks = {layer.mask for layer in layers}
-    seen = _run_parts(graph, {*masks, *(name for pair in pairs for name in pair)}, TABLE_ROWS, 0)
-    causal = np.tri(TABLE_ROWS, dtype=bool)
-    for name in masks:
-        _check_mask(graph, seen[name], causal)
-    for name, mask in _run_parts(graph, masks, 1, LONG_PAST).items():
-        _check_mask(graph, mask, np.ones((1, LONG_PAST + 1), bool), name)
+    seen = _Part(graph, {name for pair in pairs for name in pair}).run(TABLE_ROWS, 0)
     tables = [tuple(seen[name].reshape(TABLE_ROWS, -1) for name in pair) for pair in pairs]
     cos, sin = tables[0]
     half = cos.shape[1] // 2
@@ -240,44 +243,50 @@ def _prove(graph: GraphEdit, layers: list[_Layer]) -> tuple[Array, Array]:
     return cos[:, :half], sin[:, :half]
 
 
-def _check_mask(graph: GraphEdit, mask: Array, allowed: Array, name: str = "") -> None:
+def _check_mask(graph: GraphEdit, mask: Array, allowed: Array) -> None:
     values = mask.reshape(mask.shape[-2:]) if prod(mask.shape[:-2]) == 1 else mask
-    if (
-        values.shape != allowed.shape
-        or not np.array_equal(values == 0, allowed)
-        or not (values[~allowed] < _MASKED).all()
-    ):
-        raise UnsupportedModel(f"{graph.path}: its attention cannot be fused: its mask {name} is not plainly causal.")
+    causal = values.shape == allowed.shape and np.array_equal(values == 0, allowed)
+    if not causal or not (values[~allowed] < _MASKED).all():
+        raise UnsupportedModel(f"{graph.path}: its attention cannot be fused: its mask is not plainly causal.")
 
 
-def _run_parts(graph: GraphEdit, names: Iterable[str], count: int, past: int) -> dict[str, Array]:
-    """Values that do not depend on the weights, for `count` tokens after `past` cached ones.
+class _Part:
+    """The part of a graph that makes some values; they must not depend on the weights.
 
     Raises:
-        EngineError: ONNX Runtime cannot run that part of the graph.
+        EngineError: ONNX Runtime cannot run it.
     """
-    import onnxruntime as ort
 
-    wanted = sorted(names)
-    model = onnx.ModelProto.FromString(graph.model.SerializeToString())
-    del model.graph.output[:]
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)
-    part = GraphEdit(model, graph.path, graph.folder)
-    part.commit()
-    read = {name for node in model.graph.node for name in node.input}
-    unused = [value for value in model.graph.input if value.name not in read]
-    for value in unused:
-        model.graph.input.remove(value)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.folder))
-    try:
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        results = session.run(wanted, _feeds(part, count, past))
-    except Exception as error:  # ONNX Runtime raises a class of its own per status code
-        raise EngineError(f"ONNX Runtime cannot run the angles and the mask of {graph.path}: {error}") from error
-    return dict(zip(wanted, results, strict=True))
+    def __init__(self, graph: GraphEdit, names: Iterable[str]) -> None:
+        self._path, self._names = graph.path, sorted(names)
+        model = onnx.ModelProto.FromString(graph.model.SerializeToString())
+        del model.graph.output[:]
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._names)
+        self._graph = GraphEdit(model, graph.path, graph.folder)
+        self._graph.commit()
+        read = {name for node in model.graph.node for name in node.input}
+        for value in [value for value in model.graph.input if value.name not in read]:
+            model.graph.input.remove(value)
+
+    def run(self, count: int, past: int) -> dict[str, Array]:
+        """The values for `count` tokens after `past` cached ones."""
+        try:
+            results = self._session.run(self._names, _feeds(self._graph, count, past))
+        except Exception as error:  # ONNX Runtime raises a class of its own per status code
+            raise EngineError(f"ONNX Runtime cannot run the angles or the mask of {self._path}: {error}") from error
+        return dict(zip(self._names, results, strict=True))
+
+    @cached_property
+    def _session(self) -> Any:
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = 1
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        folder = str(self._graph.folder)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        return ort.InferenceSession(self._graph.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def _feeds(graph: GraphEdit, count: int, past: int) -> dict[str, Array]:

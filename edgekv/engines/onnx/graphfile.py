@@ -5,8 +5,8 @@ encoding (field 7 of the model is the graph, field 5 of a graph an initializer, 
 become external data whose file is the graph itself. So a graph of 2 GB takes no more memory to edit than one of 20 KB,
 ONNX Runtime maps the file that the user has, and nothing of it is copied.
 
-ONNX Runtime refuses data files that links lead out of the graph's folder, as all do in the hub's own cache. So links are
-followed here, and files are named from the folder that holds them all.
+ONNX Runtime refuses data files that links lead out of the graph's folder, as all do in the hub's own cache. So links
+are followed here, and files are named from the folder that holds them all.
 """
 
 from __future__ import annotations

@@ -38,9 +38,12 @@ class GraphEdit:
         self.producers: dict[str, onnx.NodeProto] = {}
         self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.nodes:
-            self.producers.update({name: node for name in node.output if name})
-            for name in filter(None, node.input):
-                self.readers[name].append(node)
+            self._enter(node)
+
+    def _enter(self, node: onnx.NodeProto) -> None:
+        self.producers.update({name: node for name in node.output if name})
+        for name in filter(None, node.input):
+            self.readers[name].append(node)
 
     def of_kind(self, kind: str) -> list[onnx.NodeProto]:
         """The nodes of one operator, in order."""
@@ -81,13 +84,16 @@ class GraphEdit:
     ) -> str:
         """Add a node, wherever it belongs; returns its first output."""
         self.nodes.append(helper.make_node(kind, inputs, outputs, name=outputs[0], domain=domain, **attributes))
-        self._index()
+        self._enter(self.nodes[-1])
         return outputs[0]
 
     def remove(self, node: onnx.NodeProto) -> None:
         """Take a node out, because another makes its outputs."""
         self.nodes = [other for other in self.nodes if other is not node]
-        self._index()
+        for name in filter(None, node.output):
+            del self.producers[name]
+        for name in filter(None, node.input):
+            self.readers[name] = [other for other in self.readers[name] if other is not node]
 
     def commit(self) -> None:
         """Put back the nodes and initializers that the outputs need, in topological order.
