@@ -5,6 +5,7 @@ Set EDGEKV_HOME to a folder in which the default model has been prepared and not
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from edgekv.model.converted import ConvertedModel
 
 DATA = Path(__file__).parent / "data"
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; 0 compiles its kernels for a GPU
 
 
 class TinyModels:

@@ -17,7 +17,7 @@ from edgekv.options import LoadOptions, home_of
 if TYPE_CHECKING:
     from edgekv.api import Runtime
     from edgekv.kv.scales import KVScales
-    from edgekv.kv.spec import KVSpec
+    from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 
 
 def ready_runtime(target: str, options: LoadOptions) -> Runtime:
@@ -70,8 +70,11 @@ def ready_scales(
 
 
 def _calibrate_if_needed(model: ConvertedModel, options: LoadOptions) -> None:
+    from edgekv.api import check_combination
+
+    check_combination(KVSpec(MIN_CAPACITY, options.kv_dtype, options.granularity), options)
     path = model.folder / scales_name(options.kv_dtype, options.granularity)
-    if path.exists() or options.kv_dtype == "fp8":
+    if path.exists():
         return
     from edgekv.calibrate.options import CalibrateOptions
     from edgekv.cli.calibrate import calibrate_and_write
