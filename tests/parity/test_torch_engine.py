@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import TinyModels
 from helpers.checkpoints import TINY
 from helpers.engines import measured_scales
@@ -27,6 +28,7 @@ from helpers.weights import dequantised_state_dict
 from transformers import AutoConfig
 
 from edgekv.convert import ConvertOptions, convert
+from edgekv.engines.torch.graph import sample
 from edgekv.errors import BadCheckpoint, CacheFull, EngineError, InvalidOption, ScalesError, UnsupportedModel
 from edgekv.kv.quant import fake_quantize
 from edgekv.kv.spec import KVDtype, KVSpec
@@ -250,3 +252,43 @@ def test_closing_frees_the_model_and_the_cache(tiny_models: TinyModels, open_tor
         assert [one() for one in kept] == [None, None]
     finally:
         gc.enable()
+
+
+def test_decoding_on_the_device_is_greedy_decoding(tiny_models: TinyModels, open_torch: OpenTorch) -> None:
+    """The step that CUDA captures, uncaptured: the same tokens as one call of `forward` after another."""
+    model = tiny_models.converted("llama")
+    first, second = (open_torch(model, KVSpec(64, "float", stride=8)) for _ in range(2))
+    for engine in (first, second):
+        run(engine, random_ids(90))
+    wanted = [7]
+    while len(wanted) <= 6:
+        wanted.append(int(np.argmax(first.forward(wanted[-1:]))))
+    assert second.decode(7, 6) == wanted[1:]
+    assert list(first.tokens) == list(second.tokens)
+    with pytest.raises(CacheFull):
+        second.decode(7, 65)
+
+
+def test_sampling_on_the_device_has_the_softmaxs_probabilities() -> None:
+    """5,000 draws; the largest deviation of a frequency is within five standard errors."""
+    logits = torch.tensor([1.0, 0.0, 2.5, -1.0])
+    random = torch.Generator().manual_seed(3)
+    draws = 5_000
+    uniform = torch.rand((draws, 4), generator=random)
+    chosen = torch.cat([sample(logits, torch.tensor([0.7]), one) for one in uniform])
+    wanted = (logits / 0.7).softmax(-1)
+    found = chosen.bincount(minlength=4) / draws
+    assert ((found - wanted).abs() < 5 * (wanted * (1 - wanted) / draws).sqrt()).all()
+    assert sample(logits, torch.tensor([0.0]), uniform[0]).item() == 2
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_triton_kernels_in_the_engine(tiny_models: TinyModels, open_torch: OpenTorch, dtype: KVDtype) -> None:
+    """A whole model over the interpreted kernels, wrapped ring included, as over their twins."""
+    pytest.importorskip("triton", reason="Triton has no package for this platform")
+    ids = random_ids(70)
+    model = tiny_models.converted("one-layer")
+    scales = measured_scales(model, dtype, "channel", ids)
+    kv = KVSpec(64, dtype, sinks=4, stride=8)
+    found, wanted = (run(open_torch(model, kv, scales, kernels=kernels), ids) for kernels in ("triton", "plain"))
+    assert relative_errors(found, wanted).max() < INT8_TOLERANCE

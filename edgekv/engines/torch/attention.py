@@ -111,7 +111,7 @@ class LayerAttention:
         """Store the new rows and attend: query [H, T, D], key and value [K, T, D] -> [H, T, D]."""
         self._kernels.store(self._angles.rotate(key, self._rope), value, self._rows, self._place)
         queries = self._angles.rotate(query, self._rope)
-        pinned = self._angles.rotate(query, self._rope, pinned=True) if self._place.evicted else queries
+        pinned = self._angles.rotate(query, self._rope, pinned=True)
         return self._kernels.attend(
             queries, pinned, self._rows, self._place, scaling=scaling, window=window, softcap=softcap
         )

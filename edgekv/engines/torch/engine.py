@@ -16,7 +16,8 @@ import torch
 from edgekv.engines.base import EngineState, Logits, check_ids, check_move, check_room, check_rows, check_state
 from edgekv.engines.torch.attention import Angles, LayerAttention, connect
 from edgekv.engines.torch.cache import RingCache, StoredLayers
-from edgekv.engines.torch.kernels import Kernels, plain
+from edgekv.engines.torch.graph import DecodeStep
+from edgekv.engines.torch.kernels import KernelChoice, Kernels, open_kernels
 from edgekv.engines.torch.loader import Published, load_model
 from edgekv.errors import EngineError, InvalidOption, ScalesError, UnsupportedModel
 from edgekv.kv.scales import KVScales
@@ -38,6 +39,7 @@ class TorchOptions:
     device: str = "cpu"
     chunk: int = DEFAULT_CHUNK
     precision: Precision = "auto"  # float: float32, dense; bf16: packed weights; auto: float on a CPU, else bf16
+    kernels: KernelChoice = "auto"  # of attention; on a CPU Triton's run in its interpreter only
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,7 +61,8 @@ class TorchEngine:
         self._cache = RingCache(self._spec, kv, scales, self._device)
         self._angles = Angles(self._spec, kv.capacity, options.chunk, self._device)
         self._sum = torch.zeros((), device=self._device)  # of the last run's hidden states
-        self._connect(plain())
+        self._connect(open_kernels(options.kernels, self._spec, kv.capacity, self._device))
+        self._step = DecodeStep(self._model, self._spec.vocab_size, self._device)
         self._tokens: list[int] = []
 
     @property
@@ -176,7 +179,7 @@ class TorchEngine:
         self._tokens = []
         if "_hook" in self.__dict__:
             self._hook.remove()  # it refers to this engine, which would keep both alive
-        for name in ("_hook", "_model", "_cache", "_angles"):
+        for name in ("_hook", "_step", "_model", "_cache", "_angles"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -193,13 +196,40 @@ class TorchEngine:
         self._sum = output.last_hidden_state.float().sum()  # not finite if a term is not
 
     @torch.inference_mode()
+    def decode(self, token: int, count: int, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
+        """Append `token` and what the model says after it, chosen on the device: `count` tokens, of which the last is
+        not in the cache yet. Nothing is read back before the end.
+
+        Raises:
+            CacheFull, InvalidOption, EngineError: as `forward`; nothing was appended.
+        """
+        check_room([token] * count, self.length, self._kv.capacity)
+        check_ids([token], self._spec.vocab_size)
+        step, past = self._step, self.length
+        random = torch.Generator(self._device).manual_seed(seed)
+        step.start(token, temperature)
+        said = torch.zeros(count, dtype=torch.int64, device=self._device)
+        for index in range(count):
+            self._cache.place.set(past + index)
+            self._angles.set(self._cache.place, 1)
+            if temperature:
+                step.uniform.uniform_(generator=random)
+            step.run()
+            said[index] = step.token[0, 0]
+        if not np.isfinite(step.check.item()):
+            raise EngineError(f"The model produced numbers that are not finite on {count} tokens after {past}.")
+        chosen = [int(one) for one in said.tolist()]
+        self._tokens.extend([token, *chosen[:-1]])
+        return chosen
+
+    @torch.inference_mode()
     def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
         """One run of the model: `tokens` into places past .. past+T-1, logits [R, V]."""
         self._cache.place.set(past)
         self._angles.set(self._cache.place, len(tokens))
         ids = torch.tensor([tokens], device=self._device)
         try:
-            logits = self._logits(ids, rows)
+            logits = self._one(tokens[0]) if len(tokens) == len(rows) == 1 else self._logits(ids, rows)
         except RuntimeError as error:  # torch's own, out of memory among them
             raise EngineError(f"torch failed on {len(tokens)} tokens after {past}: {error}") from error
         if not (np.isfinite(self._sum.item()) and np.isfinite(logits.sum())):
@@ -219,6 +249,13 @@ class TorchEngine:
         kept = torch.arange(rows.start, rows.stop, device=self._device)
         logits = self._model(input_ids=ids, logits_to_keep=kept, **options).logits[0]
         return np.asarray(logits.float().cpu().numpy())
+
+    def _one(self, token: int) -> Logits:
+        """Logits [1, V] of one token, by the captured step."""
+        self._step.start(token, 0.0)
+        self._step.run()
+        self._sum = self._step.check
+        return np.array(self._step.logits[None].cpu().numpy())  # a copy: the next step overwrites them
 
     def _where(self, ids: torch.Tensor) -> str:
         """The first layer whose output is not finite, found by running the tokens again."""

@@ -6,11 +6,16 @@ which have the same signatures.
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib.util import find_spec
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from edgekv.engines.torch.cache import LayerRows, Place
+from edgekv.model.spec import ModelSpec
+
+KernelChoice = Literal["auto", "plain", "triton"]
 
 
 class Kernels(Protocol):
@@ -46,8 +51,12 @@ class Kernels(Protocol):
         """
 
 
-def plain() -> Kernels:
-    """The plain-torch version."""
+def open_kernels(choice: KernelChoice, spec: ModelSpec, capacity: int, device: torch.device) -> Kernels:
+    """The kernels for a model's cache; "auto" takes Triton's on CUDA where Triton is installed."""
+    if choice == "triton" or (choice == "auto" and device.type == "cuda" and find_spec("triton") is not None):
+        from edgekv.engines.torch.kernels.fused import TritonKernels
+
+        return TritonKernels(spec.num_heads, spec.num_kv_heads, spec.head_dim, capacity, device)
     from edgekv.engines.torch.kernels import twin
 
     return twin
