@@ -54,6 +54,7 @@ class TorchEngine:
 
     def __init__(self, published: Published, kv: KVSpec, scales: KVScales | None, options: TorchOptions) -> None:
         self._spec, self._kv, self._options = published.source.spec, kv, options
+        self._scales = scales
         self._device = torch.device(options.device)
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -74,6 +75,11 @@ class TorchEngine:
     def kv(self) -> KVSpec:
         """How the cache is stored."""
         return self._kv
+
+    @property
+    def scales(self) -> KVScales | None:
+        """What the codes in the cache stand for; None where it holds floats."""
+        return self._scales
 
     @property
     def tokens(self) -> Sequence[int]:
