@@ -173,13 +173,14 @@ def _granite(config: Config, layers: int, head_dim: int) -> dict[str, Any]:
         residual=number(config, "residual_multiplier"),
         logits=1 / number(config, "logits_scaling"),
     )
-    return {"attention": AttentionSpec(scale=number(config, "attention_multiplier")), "multipliers": multipliers}
+    scale = _scale(number(config, "attention_multiplier"), head_dim)
+    return {"attention": AttentionSpec(scale=scale), "multipliers": multipliers}
 
 
 def _gemma2(config: Config, layers: int, head_dim: int) -> dict[str, Any]:
     slides = _sliding(config, layers, lambda layer: layer % 2 == 0)
     attention = AttentionSpec(
-        scale=number(config, "query_pre_attn_scalar") ** -0.5,
+        scale=_scale(number(config, "query_pre_attn_scalar") ** -0.5, head_dim),
         softcap=_softcap(config, "attn_logit_softcapping"),
         windows=_windows(config, slides),
     )
@@ -193,7 +194,7 @@ def _gemma3(config: Config, layers: int, head_dim: int) -> dict[str, Any]:
     slides = _sliding(config, layers, lambda layer: bool((layer + 1) % pattern))
     window = integer(config, "sliding_window")
     attention = AttentionSpec(
-        scale=number(config, "query_pre_attn_scalar") ** -0.5,
+        scale=_scale(number(config, "query_pre_attn_scalar") ** -0.5, head_dim),
         qk_norm=True,
         windows=tuple(window if slide else 0 for slide in slides),
     )
@@ -233,6 +234,11 @@ def _gemma(config: Config) -> dict[str, Any]:
 
 def _expect_silu(config: Config) -> None:
     expect(config, "hidden_act", "silu")
+
+
+def _scale(scale: float, head_dim: int) -> float:
+    """A scale of the scores as AttentionSpec has it: 0 where it is the plain one."""
+    return 0.0 if scale == head_dim**-0.5 else scale
 
 
 def _softcap(config: Config, name: str) -> float:

@@ -4,8 +4,8 @@ Block types with integer zero points keep their integers: Q4_0 in 4 bits, Q5_0, 
 minimum (Q4_1, Q5_1, Q4_K, Q5_K) go through `hold_affine`. Every other type is dequantised by the `gguf` package and
 rounded to 8 bits in blocks of 32.
 
-The trap: files of the llama architecture store the rows of Q and K interleaved for llama.cpp's RoPE; they are put back
-into the half-split order here. Layouts are those of ggml's quantisation reference (ggml-quants).
+The trap: some architectures store the rows of Q and K interleaved for llama.cpp's RoPE (gguf_metadata.py); they are put
+back into the half-split order here. Layouts are those of ggml's quantisation reference (ggml-quants).
 """
 
 from __future__ import annotations
@@ -17,20 +17,30 @@ from typing import Any
 import numpy as np
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
-from edgekv.model.spec import ModelSpec, RopeSpec
-from edgekv.weights.base import BlockWeight, Codes, Float32, Form, Matrix, Stored, TokenizerFiles, matrix_names
+from edgekv.weights.base import (
+    BlockWeight,
+    Codes,
+    Float32,
+    Form,
+    Matrix,
+    Order,
+    Stored,
+    TokenizerFiles,
+    matrix_names,
+    take_rows,
+)
+from edgekv.weights.gguf_metadata import INTERLEAVED_QK, Metadata, spec_from_metadata
+from edgekv.weights.names import layer_parts, packed_rows, packed_with, shape, turning_first
 from edgekv.weights.quantize import hold_affine, quantize_blocks
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
-"""GGUF architecture -> edgekv family."""
-
-INTERLEAVED_QK = ("llama",)
 _FLOATS = ("F32", "F16", "BF16")
 
 _NAMES = {
     "attn_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
-    "ffn_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "post_attn_norm": "post_attention_norm",
+    "ffn_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "post_ffn_norm": "post_ffw_norm",
 }  # fmt: skip
+_PACKED_NAMES = {"q": "attn_qkv", "gate": "ffn_up"}  # by the first of the packed
 _MOST_ITEMS = 1 << 22  # of a list in the metadata; the largest vocabularies have a quarter of a million tokens
 _TOP_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
 
@@ -42,7 +52,8 @@ class GGUFSource:
         self.path = path
         self._reader = _open(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self.spec = self._read_spec()
+        self._metadata = Metadata(path, self._reader.fields)
+        self.spec = spec_from_metadata(self._metadata, self._tensors, _to_float)
         self._check_shapes()
 
     @property
@@ -66,60 +77,60 @@ class GGUFSource:
         """See WeightSource."""
         kinds = Counter(self.stored(name).label for name in matrix_names(self.spec))
         counts = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
-        return [("architecture", self._field("general.architecture", str)), ("matrices", counts)]
+        return [("architecture", self._metadata.architecture), ("matrices", counts)]
 
     def stored(self, name: str) -> Stored:
         """See WeightSource."""
-        tensor = self._tensor(_gguf_name(name))
-        rows, columns = (int(size) for size in reversed(tensor.shape))
-        kind = tensor.tensor_type.name
+        rows, columns = shape(self.spec, name)
+        kind = self._tensor(self._place(name)[0]).tensor_type.name
         form = Form("float") if kind in _FLOATS else _FORMS.get(kind, Form("int", 8, 32))
         return Stored(kind, (rows, columns), form, exact=kind in (*_FLOATS, *_FORMS))
 
     def matrix(self, name: str) -> Matrix:
         """A weight [out, in] as stored, or as close as integers can hold it."""
-        tensor = self._tensor(_gguf_name(name))
-        weight = _read_matrix(tensor)
-        self._require_finite(tensor, weight.scales if isinstance(weight, BlockWeight) else weight)
-        if self._interleaved and name.endswith((".q", ".k")):
-            order = self._half_split(self._heads(name))
-            return weight.take_rows(order) if isinstance(weight, BlockWeight) else weight[order]
+        place, rows = self._place(name)
+        tensor = self._tensor(place)
+        stored = _read_matrix(tensor)
+        self._require_finite(tensor, stored.scales if isinstance(stored, BlockWeight) else stored)
+        weight: Matrix = stored
+        for order in (None if rows is None else np.array(rows), self._turned(name), turning_first(self.spec, name)):
+            weight = weight if order is None else take_rows(weight, order)
         return weight
 
     def vector(self, name: str) -> Float32:
         """A norm's weight or a bias, in float32."""
         base = name.removesuffix(".bias")
-        tensor = self._tensor(_gguf_name(base), "weight" if name == base else "bias")
+        tensor = self._tensor(self._place(base)[0], "weight" if name == base else "bias")
         values = _to_float(tensor)
         self._require_finite(tensor, values)
-        if self._interleaved and name.endswith((".q.bias", ".k.bias")):
-            return np.asarray(values[self._half_split(self._heads(base))])
-        return values
+        order = self._turned(base)
+        return values if order is None else np.asarray(values[order])
 
     def tokenizer(self) -> TokenizerFiles:
         """The tokenizer and chat template stored in the metadata."""
         from edgekv.text.gguf_tokenizer import GGUFVocab, build_tokenizer
 
-        tokens = self._items("tokenizer.ggml.tokens", str)
-        kind = self._field("tokenizer.ggml.model", str)
+        tokens = self._metadata.items("tokenizer.ggml.tokens", str)
+        kind = self._metadata.field("tokenizer.ggml.model", str)
         names = ("bos", "eos", "eot", "eom", "padding", "unknown")
-        ids = {name: self._token_id(name) for name in names}
+        ids = {name: self._metadata.token_id(name) for name in names}
         vocab = GGUFVocab(
             model=kind,
-            pre=self._field("tokenizer.ggml.pre", str, ""),
+            pre=self._metadata.field("tokenizer.ggml.pre", str, ""),
             tokens=tokens,
-            types=self._items("tokenizer.ggml.token_type", int, []),
-            merges=self._items("tokenizer.ggml.merges", str, []),
-            scores=self._items("tokenizer.ggml.scores", float, []),
-            add_space_prefix=self._field("tokenizer.ggml.add_space_prefix", bool, None),
+            types=self._metadata.items("tokenizer.ggml.token_type", int, []),
+            merges=self._metadata.items("tokenizer.ggml.merges", str, []),
+            scores=self._metadata.items("tokenizer.ggml.scores", float, []),
+            add_space_prefix=self._metadata.field("tokenizer.ggml.add_space_prefix", bool, None),
             special_ids=[token for token in ids.values() if token is not None],
         )
         return TokenizerFiles(
             tokenizer_json=str(build_tokenizer(vocab).to_str()),
-            chat_template=self._field("tokenizer.chat_template", str, None),
+            chat_template=self._metadata.field("tokenizer.chat_template", str, None),
             bos_token="" if ids["bos"] is None else tokens[ids["bos"]],
             eos_token="" if ids["eos"] is None else tokens[ids["eos"]],
-            add_bos=ids["bos"] is not None and self._field("tokenizer.ggml.add_bos_token", bool, kind == "llama"),
+            add_bos=ids["bos"] is not None
+            and self._metadata.field("tokenizer.ggml.add_bos_token", bool, kind == "llama"),
         )
 
     @property
@@ -127,128 +138,42 @@ class GGUFSource:
         """See WeightSource."""
         return "tokenizer.chat_template" in self._reader.fields
 
-    def _field(self, key: str, kind: type, *default: Any) -> Any:
-        """A value of the metadata, of the type it has to have. A number that has to be a float may be whole."""
-        field = self._reader.fields.get(key)
-        if field is None:
-            if default:
-                return default[0]
-            raise BadCheckpoint(f"{self.path.name} has no {key} in its metadata, so the model cannot be described.")
-        try:
-            value = field.contents()
-        except UnicodeDecodeError:
-            value = None
-        if not _is_of(kind, value):
-            raise BadCheckpoint(
-                f"{self.path.name}: the metadata's {key} is {str(value)[:40]!r}, not a {kind.__name__}."
-            )
-        return value
-
-    def _items(self, key: str, kind: type, *default: Any) -> list[Any]:
-        """A list of the metadata; its items all have one type."""
-        values: list[Any] = self._field(key, list, *default)
-        if values and not _is_of(kind, values[0]):
-            raise BadCheckpoint(
-                f"{self.path.name}: the metadata's {key} holds {str(values[0])[:40]!r}, not a {kind.__name__}."
-            )
-        return values
-
-    def _token_id(self, name: str) -> int | None:
-        token: int | None = self._field(f"tokenizer.ggml.{name}_token_id", int, None)
-        return token
-
-    @property
-    def _interleaved(self) -> bool:
-        return self.spec.family in INTERLEAVED_QK
-
-    def _heads(self, name: str) -> int:
-        return self.spec.num_heads if name.endswith(".q") else self.spec.num_kv_heads
-
-    def _half_split(self, heads: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-        rows = np.arange(heads * self.spec.head_dim).reshape(heads, self.spec.head_dim // 2, 2)
+    def _turned(self, name: str) -> Order | None:
+        """The rows of Q or K in the half-split order, where the file has neighbouring channels as pairs."""
+        if self.spec.family not in INTERLEAVED_QK or not name.endswith((".q", ".k")):
+            return None
+        rows = np.arange(shape(self.spec, name)[0]).reshape(-1, self.spec.head_dim // 2, 2)
         return rows.swapaxes(1, 2).reshape(-1)
 
-    def _read_spec(self) -> ModelSpec:
-        architecture = self._field("general.architecture", str)
-        if architecture not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            raise UnsupportedModel(
-                f"{self.path.name} is of architecture {architecture!r}; edgekv runs {known} from GGUF."
-            )
-
-        def key(name: str, kind: type, *default: Any) -> Any:
-            return self._field(f"{architecture}.{name}", kind, *default)
-
-        heads, hidden = key("attention.head_count", int), key("embedding_length", int)
-        head_dim = key("attention.key_length", int, hidden // max(heads, 1))
-        eos = {self._token_id("eos"), self._token_id("eot")}
-        return ModelSpec(
-            family=ARCHITECTURES[architecture],
-            num_layers=key("block_count", int),
-            hidden_size=hidden,
-            ffn_size=key("feed_forward_length", int),
-            num_heads=heads,
-            num_kv_heads=key("attention.head_count_kv", int, heads),
-            head_dim=head_dim,
-            vocab_size=len(self._items("tokenizer.ggml.tokens", str)),
-            max_context=key("context_length", int),
-            rms_eps=self._positive(f"{architecture}.attention.layer_norm_rms_epsilon"),
-            rope=self._read_rope(architecture, head_dim),
-            tied_embeddings="output.weight" not in self._tensors,
-            qkv_bias="blk.0.attn_q.bias" in self._tensors,
-            bos_id=self._token_id("bos"),
-            eos_ids=tuple(sorted(token for token in eos if token is not None)),
-        )
-
-    def _positive(self, key: str, *default: float) -> float:
-        value = float(self._field(key, float, *default))
-        if not 0 < value < float("inf"):
-            raise BadCheckpoint(f"{self.path.name}: the metadata's {key} is {value}; it must be a positive number.")
-        return value
-
-    def _read_rope(self, architecture: str, head_dim: int) -> RopeSpec:
-        theta = self._positive(f"{architecture}.rope.freq_base", 10_000.0)
-        kind = self._field(f"{architecture}.rope.scaling.type", str, "none")
-        rotated = self._field(f"{architecture}.rope.dimension_count", int, head_dim)
-        if rotated != head_dim:
-            raise UnsupportedModel(
-                f"{self.path.name} rotates {rotated} of {head_dim} channels of a head, which edgekv does not run."
-            )
-        if kind not in ("none", "linear") or "rope_freqs.weight" in self._tensors:
-            raise UnsupportedModel(
-                f"{self.path.name} scales its rotary angles by {kind!r} or by stored factors, which edgekv does not "
-                "read from GGUF: convert the model's safetensors instead."
-            )
-        factor = self._positive(f"{architecture}.rope.scaling.factor", 1.0) if kind == "linear" else 1.0
-        return RopeSpec(theta=theta, kind="linear" if kind == "linear" else "default", factor=factor)
+    def _place(self, name: str) -> tuple[str, range | None]:
+        """The tensor that holds a matrix or norm, and which of its rows; None: all."""
+        layer, _, part = name.rpartition(".")
+        if not layer:
+            return _TOP_NAMES[part], None
+        if self.spec.family == "phi3" and packed_with(part):
+            return f"blk.{layer}.{_PACKED_NAMES[packed_with(part)[0]]}", packed_rows(self.spec, part)[1]
+        return f"blk.{layer}.{_NAMES[part]}", None
 
     def _check_shapes(self) -> None:
-        spec, head = self.spec, self.spec.head_dim
-        shapes = {
-            "attn_q": (spec.num_heads * head, spec.hidden_size),
-            "attn_k": (spec.num_kv_heads * head, spec.hidden_size),
-            "attn_v": (spec.num_kv_heads * head, spec.hidden_size),
-            "attn_output": (spec.hidden_size, spec.num_heads * head),
-            "ffn_gate": (spec.ffn_size, spec.hidden_size),
-            "ffn_up": (spec.ffn_size, spec.hidden_size),
-            "ffn_down": (spec.hidden_size, spec.ffn_size),
-            "attn_norm": (spec.hidden_size,),
-            "ffn_norm": (spec.hidden_size,),
-        }
+        spec = self.spec
         if spec.num_layers > len(self._tensors):
             raise BadCheckpoint(
                 f"{self.path.name} has {len(self._tensors)} tensors for {spec.num_layers} layers: it is incomplete."
             )
-        expected = {f"blk.{i}.{name}": shape for i in range(spec.num_layers) for name, shape in shapes.items()}
-        expected |= {"token_embd": (spec.vocab_size, spec.hidden_size), "output_norm": (spec.hidden_size,)}
-        if not spec.tied_embeddings:
-            expected["output"] = (spec.vocab_size, spec.hidden_size)
-        for name, shape in expected.items():
-            self._check_shape(name, "weight", shape)
-        biases = [f"blk.{i}.attn_{part}" for i in range(spec.num_layers) for part in "qkv" if spec.qkv_bias]
-        for name in biases:
-            self._check_shape(name, "bias", expected[name][:1])
-        unknown = sorted(name for name in self._tensors if name.endswith(".bias") and name[:-5] not in biases)
+        names = [f"{layer}.{part}" for layer in range(spec.num_layers) for part in layer_parts(spec)]
+        for name in ["embed", "norm", *names, *["head"] * (not spec.tied_embeddings)]:
+            place, rows = self._place(name)
+            wanted = shape(spec, name)
+            if rows is not None:
+                wanted = (packed_rows(spec, name.rpartition(".")[2])[0], *wanted[1:])
+            self._check_shape(place, "weight", wanted)
+        biased = [f"{layer}.{part}" for layer in range(spec.num_layers) for part in "qkv" if spec.qkv_bias]
+        for name in biased:
+            self._check_shape(self._place(name)[0], "bias", shape(spec, f"{name}.bias"))
+        known = {f"{self._place(name)[0]}.weight" for name in names} | {
+            f"{self._place(name)[0]}.bias" for name in biased
+        }
+        unknown = sorted(name for name in self._tensors if name.startswith("blk.") and name not in known)
         if unknown:
             raise UnsupportedModel(f"{self.path.name} has a tensor {unknown[0]}, which edgekv does not run.")
 
@@ -299,17 +224,6 @@ def _whole_file_reader() -> Any:
             return super()._get_field_parts(offset, kind)
 
     return Reader
-
-
-def _is_of(kind: type, value: Any) -> bool:
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
-
-
-def _gguf_name(name: str) -> str:
-    layer, _, part = name.rpartition(".")
-    return f"blk.{layer}.{_NAMES[part]}" if layer else _TOP_NAMES[part]
 
 
 def _to_float(tensor: Any) -> Float32:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from edgekv.model.spec import ModelSpec
+from edgekv.weights.base import Order
 
 ROOTS = {
     "model": "lm_head",
@@ -28,8 +31,7 @@ _WITH_POST_NORMS = _LAYER | {
     "post_attn_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffn_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-_PACKED = {"q": "self_attn.qkv_proj", "k": "self_attn.qkv_proj", "v": "self_attn.qkv_proj",
-           "gate": "mlp.gate_up_proj", "up": "mlp.gate_up_proj"}  # fmt: skip
+_PACKED = {"q": "self_attn.qkv_proj", "gate": "mlp.gate_up_proj"}  # by the first of the packed
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,28 @@ def shape(spec: ModelSpec, name: str) -> tuple[int, ...]:
     return sizes.get(name.rpartition(".")[2], (hidden,))
 
 
+def packed_with(part: str) -> tuple[str, ...]:
+    """The matrices that Phi-3 packs into one together with this, in the order of their rows; () if none."""
+    return next((group for group in (("q", "k", "v"), ("gate", "up")) if part in group), ())
+
+
+def packed_rows(spec: ModelSpec, part: str) -> tuple[int, range]:
+    """How many rows the packed matrix has, and which of them are this part's."""
+    together = packed_with(part)
+    counts = [shape(spec, other)[0] for other in together]
+    index = together.index(part)
+    first = sum(counts[:index])
+    return sum(counts), range(first, first + counts[index])
+
+
+def turning_first(spec: ModelSpec, name: str) -> Order | None:
+    """The rows of Q or K in the order in which `RopeSpec` wants a head that turns in part; None: as they are."""
+    if not spec.rope.channels or not name.endswith((".q", ".k")):
+        return None
+    heads = np.arange(0, shape(spec, name)[0], spec.head_dim)
+    return np.asarray(heads[:, None] + spec.rope.half_split_order(spec.head_dim), np.intp).reshape(-1)
+
+
 def layer_parts(spec: ModelSpec) -> tuple[str, ...]:
     """What every layer of this model has, without its biases."""
     parts = ["attn_norm", "q", "k", "v", "o", "ffn_norm", "gate", "up", "down"]
@@ -78,15 +102,8 @@ def hub_place(spec: ModelSpec, name: str, root: str) -> HubPlace:
     if not layer:
         return HubPlace(f"{root}.{_TOP[part]}", shape(spec, name))
     base = f"{root}.layers.{layer}"
-    if spec.family == "phi3" and part in _PACKED:
-        return _packed_place(spec, base, part)
+    if spec.family == "phi3" and packed_with(part):
+        count, rows = packed_rows(spec, part)
+        return HubPlace(f"{base}.{_PACKED[packed_with(part)[0]]}", (count, spec.hidden_size), rows)
     names = _WITH_POST_NORMS if spec.block.post_norms else _LAYER
     return HubPlace(f"{base}.{names[part]}", shape(spec, name))
-
-
-def _packed_place(spec: ModelSpec, base: str, part: str) -> HubPlace:
-    together = [other for other, module in _PACKED.items() if module == _PACKED[part]]
-    counts = [shape(spec, other)[0] for other in together]
-    first = sum(counts[: together.index(part)])
-    rows = range(first, first + counts[together.index(part)])
-    return HubPlace(f"{base}.{_PACKED[part]}", (sum(counts), spec.hidden_size), rows)

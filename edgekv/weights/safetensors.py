@@ -23,7 +23,7 @@ from edgekv.weights.bitsandbytes import BitsAndBytes
 from edgekv.weights.compressed_tensors import CompressedTensors
 from edgekv.weights.gptq import GPTQ
 from edgekv.weights.hub import HubFolder
-from edgekv.weights.names import ROOTS, HubPlace, hub_place, shape
+from edgekv.weights.names import ROOTS, HubPlace, hub_place, shape, turning_first
 from edgekv.weights.scheme import LinearScheme, QuantConfig
 from edgekv.weights.tensors import FLOAT_NAMES, TensorFiles
 
@@ -99,7 +99,8 @@ class SafetensorsSource(HubFolder):
             matrix = self._tensors.finite(f"{place.module}.weight", (rows, columns))
         if place.rows is not None:
             matrix = take_rows(matrix, np.array(place.rows))
-        return self._in_half_split_order(name, matrix)
+        order = turning_first(self.spec, name)
+        return matrix if order is None else take_rows(matrix, order)
 
     def _place(self, name: str) -> tuple[HubPlace, LinearScheme | None]:
         """Where a matrix lies, and its format unless it is in floats."""
@@ -115,14 +116,6 @@ class SafetensorsSource(HubFolder):
         tensor = f"{hub_place(self.spec, base, self._root).module}.{'weight' if base == name else 'bias'}"
         values = self._tensors.finite(tensor, shape(self.spec, name))
         return values + 1 if base == name and self.spec.family in NORMS_LESS_ONE else values
-
-    def _in_half_split_order(self, name: str, matrix: Matrix) -> Matrix:
-        """Heads that turn in part are handed out with their turning channels first in each half."""
-        if not self.spec.rope.channels or not name.endswith((".q", ".k")):
-            return matrix
-        size = self.spec.head_dim
-        heads = np.arange(0, shape(self.spec, name)[0], size)
-        return take_rows(matrix, (heads[:, None] + self.spec.rope.half_split_order(size)).reshape(-1))
 
     def _shards(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"

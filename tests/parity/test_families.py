@@ -7,7 +7,9 @@ with in-cache positions (helpers/in_cache.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,18 @@ import torch
 from conftest import ATTENTION
 from helpers.engines import measured_scales
 from helpers.families import VARIANTS, WINDOW, write_variant
+from helpers.gguf_files import write_gguf
 from helpers.in_cache import InCacheModel, load
 from helpers.reference import relative_errors
+from transformers import AutoConfig
 
 from edgekv.convert import convert
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.generate import Timeline
 from edgekv.kv.spec import KVSpec
 from edgekv.model.converted import ConvertedModel
+from edgekv.model.families import spec_from_config
+from edgekv.model.spec import ModelSpec
 
 TOLERANCE = 1e-4
 SEEN = 100 * TOLERANCE
@@ -163,3 +169,48 @@ def test_an_int8_cache_costs_as_little_as_in_llama(variants: Variants, open_onnx
     wanted = InCacheModel(load(variants.source(name)), CAPACITY, STRIDE, PINNED).run(ids)
     errors = relative_errors(found, wanted)
     assert errors.mean() < 0.03
+
+
+GGUF = {
+    "qwen3": ("qwen3", {}),
+    "smollm3": ("smollm3", {"rope.freq_base": 2e6}),
+    "granite": (
+        "granite",
+        {"attention.scale": 0.0625, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0},
+    ),
+    "phi3": ("phi3", {"attention.sliding_window": WINDOW}),
+    "gemma2": (
+        "gemma2",
+        {"attention.sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("gemma3", {"attention.sliding_window": WINDOW, "rope.freq_base": 1e6}),
+}  # fmt: skip
+"""Variant -> its architecture in a GGUF file, and what the file says beyond the geometry."""
+
+AS_IN_GGUF: dict[str, dict[str, Any]] = {
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"num_hidden_layers": 6, "query_pre_attn_scalar": 16, "layer_types": None, "rope_parameters": None},
+}
+"""What llama.cpp does not store but knows: every fourth layer without RoPE, the scale, five windows of six layers."""
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_equals_its_checkpoint(open_onnx: OpenEngine, tmp_path: Path, name: str) -> None:
+    """The same weights through llama.cpp's names, orders and metadata give transformers' logits on the checkpoint."""
+    variant = VARIANTS[name]
+    changes = {key: value for key, value in (variant.changes | AS_IN_GGUF.get(name, {})).items() if value is not None}
+    folder = write_variant(replace(variant, changes=changes), tmp_path / "source")
+    config = AutoConfig.from_pretrained(folder).to_dict() | {"head_dim": changes.get("head_dim", 16)}
+    path = write_gguf(folder, tmp_path / "model.gguf", GGUF[name][0], config, GGUF[name][1])
+    model = convert(path, tmp_path / "converted").model
+    ids = random_ids(96)
+    found = open_onnx(model, KVSpec(96, "float")).forward(ids, all_logits=True)
+    assert relative_errors(found, wanted_logits(folder, ids)).max() < TOLERANCE
+    expected = spec_from_config(json.loads((folder / "config.json").read_text()))
+    assert in_float32(model.spec) == in_float32(expected)
+
+
+def in_float32(spec: ModelSpec) -> Any:
+    """As JSON, its numbers rounded to what a float of a GGUF file holds."""
+    return json.loads(json.dumps(spec.to_json()), parse_float=lambda text: float(np.float32(text)))
