@@ -37,7 +37,7 @@ class Metadata:
     """The fields of a file, each of the type it has to have."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
-        self._name, self._fields = path.name, fields
+        self.name, self._fields = path.name, fields
 
     @property
     def architecture(self) -> str:
@@ -45,7 +45,7 @@ class Metadata:
         found = self.field("general.architecture", str)
         if found not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise UnsupportedModel(f"{self._name} is of architecture {found!r}; edgekv runs {known} from GGUF.")
+            raise UnsupportedModel(f"{self.name} is of architecture {found!r}; edgekv runs {known} from GGUF.")
         return str(found)
 
     def __contains__(self, key: str) -> bool:
@@ -57,7 +57,7 @@ class Metadata:
         if field is None:
             if default:
                 return default[0]
-            raise BadCheckpoint(f"{self._name} has no {key} in its metadata, so the model cannot be described.")
+            raise BadCheckpoint(f"{self.name} has no {key} in its metadata, so the model cannot be described.")
         try:
             value = field.contents()
         except UnicodeDecodeError:
@@ -86,7 +86,7 @@ class Metadata:
         value = float(self.own(name, float, *default))
         if not 0 < value < math.inf:
             key = f"{self.architecture}.{name}"
-            raise BadCheckpoint(f"{self._name}: the metadata's {key} is {value}; it must be a positive number.")
+            raise BadCheckpoint(f"{self.name}: the metadata's {key} is {value}; it must be a positive number.")
         return value
 
     def _check(self, key: str, kind: type, value: Any, verb: str) -> None:
@@ -95,9 +95,7 @@ class Metadata:
         else:
             fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
         if not fits:
-            raise BadCheckpoint(
-                f"{self._name}: the metadata's {key} {verb} {str(value)[:40]!r}, not a {kind.__name__}."
-            )
+            raise BadCheckpoint(f"{self.name}: the metadata's {key} {verb} {str(value)[:40]!r}, not a {kind.__name__}.")
 
 
 def spec_from_metadata(metadata: Metadata, tensors: Mapping[str, Any], read: Callable[[Any], Float32]) -> ModelSpec:
@@ -110,7 +108,7 @@ def spec_from_metadata(metadata: Metadata, tensors: Mapping[str, Any], read: Cal
     architecture, own = metadata.architecture, metadata.own
     heads, hidden, layers = own("attention.head_count", int), own("embedding_length", int), own("block_count", int)
     if not 0 < layers < MAX_LAYERS:
-        raise BadCheckpoint(f"The metadata's {architecture}.block_count says {layers} layers, which no model has.")
+        raise BadCheckpoint(f"{metadata.name} says that it has {layers} layers, which no model has.")
     head_dim = own("attention.key_length", int, hidden // max(heads, 1))
     eos = {metadata.token_id("eos"), metadata.token_id("eot")}
     rope = _rope(metadata, head_dim, {name: read(tensors[name]) for name in _ROPE_TENSORS if name in tensors})
@@ -130,11 +128,11 @@ def spec_from_metadata(metadata: Metadata, tensors: Mapping[str, Any], read: Cal
         qkv_bias="blk.0.attn_q.bias" in tensors,
         bos_id=metadata.token_id("bos"),
         eos_ids=tuple(sorted(token for token in eos if token is not None)),
-        attention=_attention(metadata, layers, heads, hidden, head_dim),
+        attention=_attention(metadata, layers, max(hidden, 1) / max(heads, 1), max(head_dim, 1)),
         local_rope=RopeSpec(metadata.positive("rope.freq_base_swa", 1e4)) if architecture == "gemma3" else None,
         nope_layers=tuple(range(3, layers, 4)) if architecture == "smollm3" else (),
         block=BlockSpec("gelu_tanh", post_norms=True) if architecture.startswith("gemma") else BlockSpec(),
-        multipliers=_multipliers(metadata, hidden),
+        multipliers=_multipliers(metadata, max(hidden, 1)),
     )
 
 
@@ -147,13 +145,13 @@ def _rope(metadata: Metadata, head_dim: int, factors: dict[str, Float32]) -> Rop
     channels = metadata.own("rope.dimension_count", int, head_dim)
     own = tuple(float(factor) for factor in factors.get("rope_freqs.weight", ()))
     if not all(0 < factor < math.inf for values in factors.values() for factor in values):
-        raise BadCheckpoint("The file's RoPE factors are not all positive numbers: download the model again.")
+        raise BadCheckpoint(f"{metadata.name}: RoPE factors are not all positive numbers: download the model again.")
     if len(factors) == 2 and not own:
         return _longrope(metadata, theta, head_dim, factors)
     if channels != head_dim or kind not in ("none", "linear") or len(factors) > len(own[:1]):
         raise UnsupportedModel(
-            f"The file scales its rotary angles by {kind!r}, turning {channels} of {head_dim} channels, which edgekv "
-            "does not read from GGUF: convert the model's safetensors instead."
+            f"{metadata.name} scales its rotary angles by {kind!r}, turning {channels} of {head_dim} channels, which "
+            "edgekv does not read from GGUF: convert the model's safetensors instead."
         )
     if kind == "linear":
         return RopeSpec(theta, "linear", metadata.positive("rope.scaling.factor", 1.0), factors=own)
@@ -175,7 +173,8 @@ def _longrope(metadata: Metadata, theta: float, head_dim: int, factors: dict[str
     )
 
 
-def _attention(metadata: Metadata, layers: int, heads: int, hidden: int, head_dim: int) -> AttentionSpec:
+def _attention(metadata: Metadata, layers: int, width: float, head_dim: int) -> AttentionSpec:
+    """Scale, softcap, norms and windows; `width` is the hidden size of one query head, E / H."""
     architecture = metadata.architecture
     slides = {
         "gemma2": [layer % 2 == 0 for layer in range(layers)],
@@ -188,9 +187,9 @@ def _attention(metadata: Metadata, layers: int, heads: int, hidden: int, head_di
         window = 0
     scale = 0.0
     if layers == _LAYERS_OF_27B.get(architecture):
-        scale = (hidden / heads) ** -0.5
+        scale = width**-0.5
     if architecture == "granite":
-        scale = metadata.positive("attention.scale", head_dim**-0.5)
+        scale = metadata.positive("attention.scale") if "granite.attention.scale" in metadata else 0.0
     return AttentionSpec(
         scale=scale,
         softcap=metadata.positive("attn_logit_softcapping", 50.0) if architecture == "gemma2" else 0.0,

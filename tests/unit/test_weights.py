@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from edgekv.engines.rope import inverse_frequencies
 from edgekv.errors import BadCheckpoint, EdgeKVError, ModelNotFound, UnsupportedModel
+from edgekv.model.spec import RopeSpec
 from edgekv.weights import BlockWeight, open_source
 from edgekv.weights.base import stack_rows
 from edgekv.weights.gguf import GGUFSource
@@ -463,12 +465,12 @@ Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
 @pytest.mark.parametrize(
     ("edit", "error", "match"),
     [
-        (lambda m, t: m.update({"general.architecture": "gemma3"}), UnsupportedModel, "gemma3.*llama, qwen2"),
+        (lambda m, t: m.update({"general.architecture": "bloom"}), UnsupportedModel, "bloom.*llama, qwen2"),
         (lambda m, t: m.pop("llama.block_count"), BadCheckpoint, "llama.block_count"),
         (lambda m, t: m.pop("tokenizer.ggml.tokens"), BadCheckpoint, "tokenizer.ggml.tokens"),
         (lambda m, t: m.update({"llama.block_count": "two"}), BadCheckpoint, "llama.block_count is 'two', not a int"),
         (lambda m, t: m.update({"llama.block_count": 3}), BadCheckpoint, r"blk\.2"),
-        (lambda m, t: m.update({"llama.block_count": 2_000_000_000}), BadCheckpoint, "num_layers is 2000000000"),
+        (lambda m, t: m.update({"llama.block_count": 2_000_000_000}), BadCheckpoint, "2000000000 layers"),
         (lambda m, t: m.update({"llama.attention.head_count": 0}), BadCheckpoint, "num_heads is 0"),
         (lambda m, t: m.update({"llama.attention.head_count": [4, 4]}), BadCheckpoint, "head_count"),
         (lambda m, t: m.update({"llama.attention.head_count": 3}), BadCheckpoint, "3 query heads|attn_q"),
@@ -479,7 +481,10 @@ Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
         (lambda m, t: m.update({"llama.rope.dimension_count": 8}), UnsupportedModel, "8 of 16"),
         (lambda m, t: m.update({"tokenizer.ggml.tokens": [1, 2, 3]}), BadCheckpoint, "tokens holds"),
         (lambda m, t: m.update({"tokenizer.ggml.eos_token_id": "2"}), BadCheckpoint, "eos_token_id"),
-        (lambda m, t: t.update({"rope_freqs.weight": (np.ones(8), "F32")}), UnsupportedModel, "stored factors"),
+        (lambda m, t: t.update({"rope_freqs.weight": (np.ones(9), "F32")}), BadCheckpoint, "9 RoPE factors"),
+        (lambda m, t: t.update({"rope_freqs.weight": (np.zeros(8), "F32")}), BadCheckpoint, "RoPE factors"),
+        (lambda m, t: t.update({"rope_factors_long.weight": (np.ones(8), "F32")}), UnsupportedModel, "rotary angles"),
+        (lambda m, t: t.update({"blk.0.attn_q_norm.weight": (np.ones(16), "F32")}), UnsupportedModel, "attn_q_norm"),
         (lambda m, t: t.pop("blk.1.ffn_up.weight"), BadCheckpoint, r"blk\.1\.ffn_up\.weight"),
         (lambda m, t: t.update({"blk.1.ffn_up.weight": (np.ones((64, 128)), "F32")}), BadCheckpoint, r"\[64, 128\]"),
         (lambda m, t: t.update({"output.weight": (np.ones((64, 512)), "F32")}), BadCheckpoint, r"output\.weight"),
@@ -492,6 +497,16 @@ def test_gguf_files_that_are_refused(
     """By the name of the field or tensor, when the file is opened."""
     with pytest.raises(error, match=match):
         GGUFSource(written(tiny_models, tmp_path, edit))
+
+
+def test_stored_rope_factors(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """llama.cpp stores Llama 3.1's scaling as one divisor a pair of channels: the frequencies are the same."""
+    llama3 = RopeSpec(10_000.0, "llama3", 8.0, 1.0, 4.0, 64)
+    plain, scaled = (inverse_frequencies(rope, 16) for rope in (RopeSpec(10_000.0), llama3))
+    assert (plain / scaled).max() == pytest.approx(8)
+    stored = ((plain / scaled).astype(np.float32), "F32")
+    source = GGUFSource(written(tiny_models, tmp_path, lambda m, t: t.update({"rope_freqs.weight": stored})))
+    np.testing.assert_allclose(inverse_frequencies(source.spec.rope, 16), scaled, rtol=1e-6)
 
 
 def test_linear_rope_in_gguf(tiny_models: TinyModels, tmp_path: Path) -> None:
