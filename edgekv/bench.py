@@ -18,10 +18,11 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from edgekv.generate import PREFILL_STEP
 from edgekv.kv.plan import cache_bytes
 from edgekv.kv.spec import KVSpec
 from edgekv.model.converted import ConvertedModel
+from edgekv.model.spec import ModelSpec
 from edgekv.units import MIB
 
 Progress = Callable[[str, int, int], None]
@@ -368,3 +370,62 @@ def _version(*packages: str) -> str:
         except PackageNotFoundError:
             continue
     return "unknown"
+
+
+# ---- attention alone ------------------------------------------------------------------------------------------------
+
+ATTENTION_ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class AttentionSpeed:
+    """The attention of one token in all layers, alone, at one length; medians in milliseconds."""
+
+    length: int
+    cache_bytes: int
+    read_ms: float  # reading the same bytes once
+    gqa_ms: float  # ONNX Runtime's operator
+    native_ms: float | None  # edgekv's; None where it does not serve
+    others: float  # cores that were busy with other processes
+
+
+def bench_attention(
+    spec: ModelSpec,
+    kv: KVSpec,
+    threads: int,
+    options: BenchOptions,
+    progress: Progress = lambda stage, done, total: None,
+) -> tuple[AttentionSpeed, ...]:
+    """Both operators beside a plain read of the cache, taking turns, on as many threads each."""
+    from edgekv.engines.onnx.attention_alone import decode_runs
+
+    speeds = []
+    for length in options.lengths:
+        runs = decode_runs(spec, replace(kv, capacity=length, sinks=0, stride=0), threads)
+        watch = Others()
+        told = partial(progress, f"attention at {length}")
+        times = _in_turn(runs, ATTENTION_ROUNDS * options.repeats, told)
+        medians = {name: 1e3 * float(np.median(each)) for name, each in times.items()}
+        read, gqa, own = (medians.get(name) for name in ("read", "gqa", "native"))
+        assert read is not None
+        assert gqa is not None
+        size = cache_bytes(spec, kv.dtype, length)
+        speeds.append(AttentionSpeed(length, size, read, gqa, own, watch.cores()))
+    return tuple(speeds)
+
+
+def _in_turn(
+    runs: Mapping[str, Callable[[], object]], rounds: int, progress: Callable[[int, int], None]
+) -> dict[str, list[float]]:
+    """Seconds of each, in rounds; the first round warms up. Threads of a session that has just run go on spinning for a
+    moment, which would slow the next one down: each runs twice, and the second counts."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for done in range(rounds + 1):
+        for name, run in runs.items():
+            for counted in (False, True):
+                started = time.perf_counter()
+                run()
+                if done and counted:
+                    times[name].append(time.perf_counter() - started)
+        progress(done, rounds)
+    return times

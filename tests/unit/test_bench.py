@@ -13,12 +13,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from conftest import TinyModels
 from helpers.chat import make_chat_model
 from helpers.fake_engine import FakeEngine
 
 import edgekv.bench as bench
-from edgekv.bench import BenchOptions, Card, Ceiling
+from edgekv.bench import BenchOptions, Card, Ceiling, bench_attention
+from edgekv.engines.onnx import attention_alone, native
 from edgekv.errors import InvalidOption
 from edgekv.kv.plan import cache_bytes
 from edgekv.kv.spec import KVSpec
@@ -302,3 +305,24 @@ def test_command_line(peers: ModuleType) -> None:
     assert (options.systems, options.lengths, options.threads) == (["edgekv", "llama.cpp"], [128, 2048], 2)
     with pytest.raises(SystemExit):
         peers.parse(["--systems", "vllm"])
+
+
+def test_attention_alone(tiny_models: TinyModels) -> None:
+    """One line a length, each with its own cache; the operator of edgekv's only where it serves."""
+    spec = tiny_models.converted("llama").spec
+    options = BenchOptions(lengths=(64, 200))
+    for dtype, served in (("int8", native.unavailable() is None), ("int4", False)):
+        speeds = bench_attention(spec, KVSpec(64, dtype), 1, options)
+        assert [speed.length for speed in speeds] == [64, 200]
+        assert [speed.cache_bytes for speed in speeds] == [cache_bytes(spec, dtype, n) for n in (64, 200)]
+        assert all(speed.read_ms > 0 and speed.gqa_ms > 0 for speed in speeds)
+        assert all((speed.native_ms is not None) == served for speed in speeds)
+
+
+def test_both_operators_are_timed_on_the_same_attention(tiny_models: TinyModels) -> None:
+    """With float caches of the same rows their outputs agree, so neither is timed doing less."""
+    spec, kv = tiny_models.converted("llama").spec, KVSpec(100, "float")
+    if native.refusal(spec, kv, "cpu") is not None:
+        pytest.skip("the operator is not built")
+    found = [attention_alone.output_of(spec, kv, which) for which in ("native", "gqa")]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)

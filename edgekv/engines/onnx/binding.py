@@ -65,6 +65,10 @@ class HostCache:
         shape = (spec.num_layers, spec.num_kv_heads, kv.capacity, row_items(spec, kv.dtype))
         self._parts = {part: np.zeros(shape, CACHE_DTYPES[kv.dtype]) for part in "kv"}  # [L, K, C, row]
 
+    def layers(self, part: str) -> Array:
+        """The memory itself, [L, K, C, row]."""
+        return self._parts[part]
+
     def bind(self, io: Any) -> None:
         """Bind every layer as past and as present."""
         for part, array in self._parts.items():
