@@ -88,9 +88,10 @@ def _bound(
     """A session with everything bound; calling the result runs it once."""
     random = np.random.default_rng(0)
     codes = random.integers(-100, 101, (spec.num_kv_heads, kv.capacity, row_items(spec, kv.dtype)))
+    rows = (codes * _SCALE if kv.dtype == "float" else codes).astype(CACHE_DTYPES[kv.dtype])
     for layer in range(spec.num_layers):
         for part in "kv":
-            cache.write(part, layer, 0, codes.astype(CACHE_DTYPES[kv.dtype]))
+            cache.write(part, layer, 0, rows)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
