@@ -1,7 +1,8 @@
 """Builds the native attention operator (edgekv/native) with CMake where a C++ compiler is there.
 
-pyproject.toml names this as setuptools' build_ext command. Without a compiler the build goes on without the library,
-and says so: edgekv then runs on ONNX Runtime's own attention operator, slower on long chats and otherwise the same.
+pyproject.toml names these classes as setuptools' build_ext and bdist_wheel commands. Without a compiler the build goes
+on without the library, and says so: edgekv then runs on ONNX Runtime's own attention operator, slower on long chats and
+otherwise the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCE = Path(__file__).resolve().parents[1] / "edgekv" / "native"
@@ -34,6 +36,13 @@ class BuildOperator(build_ext):
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel a platform for every Python 3: the operator is loaded by ONNX Runtime and knows nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
 
 
 def _cmake(*arguments: str) -> None:
