@@ -43,11 +43,11 @@ def command(model: str, attention: bool, **values: Any) -> None:
 
 def _attention(model: str, options: BenchOptions, load: LoadOptions) -> None:
     """Time attention alone and print it. Needs no scales and, beside the cache, no memory."""
-    from edgekv.api import engine_options
+    from edgekv.api import threads_of
     from edgekv.bench import bench_attention
 
     spec = ready_model(model, load).spec
-    threads = engine_options(load).threads
+    threads = threads_of(load)
     kv = KVSpec(MIN_CAPACITY, load.kv_dtype, load.granularity)
     with render.progress_bar() as progress:
         speeds = bench_attention(spec, kv, threads, options, progress)

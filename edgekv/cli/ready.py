@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from edgekv.cli import render
 from edgekv.kv.scales import scales_name
+from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 from edgekv.model.converted import ConvertedModel
 from edgekv.options import LoadOptions, home_of
 
 if TYPE_CHECKING:
     from edgekv.api import Runtime
     from edgekv.kv.scales import KVScales
-    from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 
 
 def ready_runtime(target: str, options: LoadOptions) -> Runtime:
