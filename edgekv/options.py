@@ -61,7 +61,8 @@ def plan_request(spec: ModelSpec, options: LoadOptions) -> PlanRequest:
         options.context,
         options.sinks,
         options.stride,
-        rings=native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
+        rings=options.engine != "torch"
+        and native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
     )
 
 
