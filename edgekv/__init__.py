@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         TemplateError,
         UnsupportedModel,
     )
-    from edgekv.generate import Evicted, Finished, PrefillProgress, TextDelta, TokenScored, Usage
+    from edgekv.generate import Evicted, Finished, NotedDown, PrefillProgress, TextDelta, TokenScored, Usage
     from edgekv.kv.plan import Plan
     from edgekv.sampling import SamplingOptions
     from edgekv.session import Session
@@ -49,7 +49,7 @@ _HOMES = {
         "InvalidOption", "MemoryBudgetError", "ModelNotFound", "ScalesError", "SessionError", "StorageError",
         "TemplateError", "UnsupportedModel",
     ),
-    "edgekv.generate": ("Evicted", "Finished", "PrefillProgress", "TextDelta", "TokenScored", "Usage"),
+    "edgekv.generate": ("Evicted", "Finished", "NotedDown", "PrefillProgress", "TextDelta", "TokenScored", "Usage"),
     "edgekv.kv.plan": ("Plan",),
     "edgekv.sampling": ("SamplingOptions",),
     "edgekv.session": ("Session",),
@@ -73,6 +73,7 @@ __all__ = [
     "LoadOptions",
     "MemoryBudgetError",
     "ModelNotFound",
+    "NotedDown",
     "Plan",
     "PrefillProgress",
     "Reply",

@@ -87,7 +87,15 @@ class Finished:
     usage: Usage
 
 
-Event = PrefillProgress | Evicted | TokenScored | TextDelta | Finished
+@dataclass(frozen=True)
+class NotedDown:
+    """Turns have left, and the model's note on them is pinned in their place (overflow="summarise")."""
+
+    note: str
+    messages: int  # how many it is about, counted from the first after the system prompt
+
+
+Event = PrefillProgress | Evicted | NotedDown | TokenScored | TextDelta | Finished
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ import numpy as np
 
 from edgekv.engines.base import Engine
 from edgekv.errors import InvalidOption
-from edgekv.generate import Event, Finished, Request, TextDelta, Timeline, answer
+from edgekv.generate import Event, Finished, NotedDown, PrefillProgress, Request, TextDelta, Timeline, answer
 from edgekv.kv.window import Span, Window
+from edgekv.notes import Notepad, Task, next_task
 from edgekv.parking import ParkingLot
 from edgekv.sampling import SamplingOptions
 from edgekv.session_file import CacheIdentity, read_session, write_session
@@ -308,6 +309,7 @@ class Session:
         self.sampling = sampling or SamplingOptions()
         self.overflow: Overflow = overflow
         self.messages: list[Message] = []
+        self._pad = Notepad()
         self._dialogue = Dialogue(self.sampling.seed)
         if system:
             self.set_system(system)
@@ -324,12 +326,14 @@ class Session:
 
     def precheck(self, text: str, sampling: SamplingOptions | None = None) -> LengthReport:
         """What sending this text would do to the cache; nothing is run."""
-        return self._chat.precheck(
-            [*self.messages, Message(role="user", content=text)],
-            sampling or self.sampling,
-            self.overflow,
-            dialogue=self._dialogue,
-        )
+        messages = self._pad.view([*self.messages, Message(role="user", content=text)])
+        policy: Overflow = "window" if self.overflow == "summarise" else self.overflow
+        return self._chat.precheck(messages, sampling or self.sampling, policy, dialogue=self._dialogue)
+
+    @property
+    def note(self) -> str:
+        """What the model noted down of turns that have left (overflow="summarise"), or an empty string."""
+        return self._pad.note
 
     def send(self, text: str, sampling: SamplingOptions | None = None) -> Events:
         """Say something and stream the answer. If the text is refused, the conversation is as it was.
@@ -341,6 +345,9 @@ class Session:
         chosen = sampling or self.sampling
         if chosen.seed is not None and chosen.seed != self.sampling.seed:
             self._dialogue.random = np.random.default_rng(chosen.seed)
+        if self.overflow == "summarise":
+            self.precheck(text, chosen).require()
+            return self._record(messages, self._with_notes(messages, chosen))
         events = self._chat.stream(messages, chosen, self.overflow, dialogue=self._dialogue)
         return self._record(messages, events)
 
@@ -356,11 +363,13 @@ class Session:
         if last >= 0:
             self._chat.stop()
             del self.messages[last:]
+            self._pad = self._pad.without(self.messages)
         return last >= 0
 
     def reset(self) -> None:
         """Forget the dialogue; the system prompt stays."""
         self._chat.reset(self._dialogue)
+        self._pad = Notepad()
         self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
 
     def save(self, path: Path) -> str:
@@ -388,6 +397,7 @@ class Session:
             self._chat.restore(self._dialogue, state.chat)
         self.messages, self.sampling, self.overflow = list(state.messages), state.sampling, state.overflow
         self._dialogue.random.bit_generator.state = state.random
+        self._pad = Notepad(state.note, state.noted)
 
     def _identity(self) -> CacheIdentity:
         if self._chat.identity is None:
@@ -397,7 +407,39 @@ class Session:
     def _state(self) -> SessionState:
         random = dict(self._dialogue.random.bit_generator.state)
         chat = self._chat.state(self._dialogue)
-        return SessionState(tuple(self.messages), self.sampling, self.overflow, random, chat)
+        words, pad = tuple(self.messages), self._pad
+        return SessionState(words, self.sampling, self.overflow, random, chat, pad.note, pad.noted)
+
+    def _with_notes(self, messages: list[Message], sampling: SamplingOptions) -> Events:
+        """Note down what must leave for these messages to have room, then answer them."""
+        kv = self._chat.timeline.engine.kv
+        wanted = min(sampling.max_new_tokens or kv.stride, kv.max_pinned)
+        while (found := self._measure(self._pad.view(messages)).input_tokens) + wanted > kv.capacity:
+            yield from self._take_note(next_task(self._pad, messages, self._measure))
+        room = min(sampling.max_new_tokens or kv.capacity, kv.capacity - found)
+        chosen = replace(sampling, max_new_tokens=room)
+        events = self._chat.stream(self._pad.view(messages), chosen, "error", dialogue=self._dialogue)
+        try:
+            yield from events
+        finally:
+            events.close()
+
+    def _take_note(self, task: Task) -> Events:
+        events = self._chat.stream(task.messages, task.sampling, "error", dialogue=self._dialogue)
+        text = ""
+        try:
+            for event in events:
+                if isinstance(event, Finished):
+                    text = event.text
+                elif isinstance(event, PrefillProgress):
+                    yield event
+        finally:
+            events.close()
+        self._pad = task.result(text, self._chat.tokenizer)
+        yield NotedDown(self._pad.note, self._pad.noted)
+
+    def _measure(self, messages: Sequence[Message]) -> LengthReport:
+        return self._chat.precheck(messages, self.sampling, "window", dialogue=self._dialogue)
 
     def _record(self, messages: list[Message], events: Events) -> Events:
         """Pass the events on; at the end, however it comes, remember what was shown."""

@@ -207,6 +207,9 @@ class ChatLoop:
             )
         actions[name]()
 
+    def _gone(self) -> str:
+        return render.named_turns(self.session.precheck("").turns_gone)
+
     def _undo(self) -> None:
         done = self.session.undo()
         self._save_now()
@@ -237,13 +240,15 @@ class ChatLoop:
         rows = [
             ["cache", f"{window.length} of {window.capacity} tokens ({window.room} free), {plan.kv.dtype}"],
             ["pinned", f"{window.pinned} tokens, never evicted"],
-            ["evicted", f"{window.evicted} tokens since the conversation began"],
+            ["evicted", f"{window.evicted} tokens since the conversation began{self._gone()}"],
             [
                 "memory",
                 f"{format_bytes(plan.total_bytes)} planned, cache {format_bytes(plan.cache_bytes)}",
             ],
             ["messages", str(len(self.session.messages))],
         ]
+        if self.session.note:
+            rows.append(["note", self.session.note])
         if self.last is not None:
             usage = self.last.usage
             new = usage.input_tokens - usage.reused_tokens

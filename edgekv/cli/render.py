@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from edgekv.generate import Event, Evicted, Finished, PrefillProgress, TextDelta, Usage
+from edgekv.generate import Event, Evicted, Finished, NotedDown, PrefillProgress, TextDelta, Usage
 from edgekv.kv.plan import Plan
 from edgekv.kv.spec import KVDtype
 from edgekv.text.precheck import LengthReport
@@ -147,18 +147,17 @@ def plan_json(plan: Plan, alternatives: Mapping[KVDtype, int]) -> dict[str, Any]
 def print_forecast(report: LengthReport) -> None:
     """Before an answer: what will leave, if anything will."""
     if report.evicts:
-        turns = report.turns_leaving
-        which = (
-            ""
-            if not turns
-            else f" (message {turns[0] + 1})"
-            if len(turns) == 1
-            else f" (messages {turns[0] + 1} to {turns[-1] + 1})"
-        )
         note(
-            f"[the cache is full: the {report.evicts} oldest tokens{which} leave; "
+            f"[the cache is full: the {report.evicts} oldest tokens{named_turns(report.turns_leaving)} leave; "
             f"the first {report.pinned} and the newest {report.capacity - report.pinned - 1} at most stay]"
         )
+
+
+def named_turns(turns: Sequence[int]) -> str:
+    """Which messages, counted from 1, in brackets; '' for none."""
+    if not turns:
+        return ""
+    return f" (message {turns[0] + 1})" if len(turns) == 1 else f" (messages {turns[0] + 1} to {turns[-1] + 1})"
 
 
 class AnswerPrinter:
@@ -167,6 +166,7 @@ class AnswerPrinter:
     def __init__(self, *, as_json: bool) -> None:
         self._json = as_json
         self._wrote = False
+        self._left, self._turns = 0, set[int]()  # tokens that left while the answer was written, and their messages
 
     def show(self, event: Event) -> None:
         """Write one event."""
@@ -177,19 +177,27 @@ class AnswerPrinter:
             self._wrote = True
         elif isinstance(event, PrefillProgress) and console.is_terminal:
             click.echo(f"\r\x1b[2mreading {event.done} of {event.total} tokens\x1b[0m", nl=False, err=True)
-        elif isinstance(event, Evicted) and console.is_terminal and not self._wrote:
-            note(f"[{event.tokens} tokens left the cache]")
+        elif isinstance(event, NotedDown):
+            note(f"[{event.messages} messages have left; noted down: {event.note}]")
+        elif isinstance(event, Evicted) and self._wrote:
+            self._left, self._turns = self._left + event.tokens, self._turns | set(event.turns)
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Finish the line."""
+        """Finish the line, and say what left meanwhile."""
         if self._wrote and not self._json:
             click.echo()
+        if self._left:
+            note(f"[meanwhile {self._left} tokens{named_turns(sorted(self._turns))} left the cache]")
+
+
+_BAR = 20  # characters
 
 
 def status_line(used: int, capacity: int, evicted: int, finished: Finished | None) -> str:
     """Tokens used and left, and how fast it went."""
-    parts = [f"{used} of {capacity} tokens in the cache"]
+    filled = round(_BAR * used / capacity)
+    parts = [f"{'=' * filled}{'.' * (_BAR - filled)} {used} of {capacity} tokens in the cache"]
     if evicted:
         parts.append(f"{evicted} evicted so far")
     if finished is not None:

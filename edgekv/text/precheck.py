@@ -5,6 +5,8 @@ window is always an error, since it could not even be read whole.
 
     overflow="error"    prompt + answer must fit the cache                     (the API's default)
     overflow="window"   the oldest turns leave, and the report says which      (the chat's default)
+
+A session has a third, overflow="summarise" (edgekv/notes.py); what it asks of the cache always fits.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Literal, get_args
 from edgekv.errors import ContextOverflow, InvalidOption
 from edgekv.kv.window import Span, Window
 
-Overflow = Literal["error", "window"]
+Overflow = Literal["error", "window", "summarise"]
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
 
@@ -35,6 +37,7 @@ class LengthReport:
     evicts: int  # tokens that leave before the answer begins
     evicts_with_answer: int  # ... and by its end, if it takes all of max_new_tokens
     turns_leaving: tuple[int, ...]  # indices of the messages that lose tokens before the answer begins
+    turns_gone: tuple[int, ...] = ()  # indices of the messages that have lost tokens already
     problem: str = ""  # why it is refused; empty: it fits
     too_long: int = 0  # if refused: the tokens that max_allowed is the limit of (of the prompt, or of one message)
 
@@ -85,6 +88,8 @@ def check_lengths(
     """
     if overflow not in OVERFLOWS:
         raise InvalidOption(f"Unknown overflow policy {overflow!r}: choose {' or '.join(OVERFLOWS)}.")
+    if overflow == "summarise":
+        raise InvalidOption("overflow='summarise' keeps a note from turn to turn, so it needs a session.")
     reused = state.length + state.evicted
     borders = turn_starts if answer_start is None else (*turn_starts, answer_start)
     starts = tuple(start for start in borders if start >= state.pinned)
@@ -106,6 +111,7 @@ def check_lengths(
         turns_leaving=turns_between(
             turn_starts, input_tokens, state.pinned + state.evicted, state.pinned + before.evicted
         ),
+        turns_gone=turns_between(turn_starts, input_tokens, state.pinned, state.pinned + state.evicted),
         problem=problem,
         too_long=too_long,
     )

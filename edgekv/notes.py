@@ -1,0 +1,130 @@
+"""overflow="summarise": before turns leave, the model condenses them into a note, which is pinned in their place.
+
+    prompt     system prompt + note | turns that are still whole | the question
+    the note   at most an eighth of the cache, and no more than system prompt and note together may pin (a quarter)
+
+When a question and its answer would not fit, the oldest turns up to a question's border are condensed, as many as leave
+the rest in half of the cache: the model is asked, greedily, behind exactly these turns. They are cached, so only the
+request is read. Then the note goes into the system prompt, where no eviction reaches it, and the turns that stay are
+read again behind it. A note takes up the one before it, which stands in the system prompt that the model sees.
+
+An answer gets the room that is left and ends with "length" where that ends: nothing leaves that no note is about. The
+words themselves are kept by the session (and its file); an undo that reaches behind a note drops the note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from edgekv.errors import ContextOverflow
+from edgekv.sampling import SamplingOptions
+from edgekv.text.precheck import LengthReport
+from edgekv.text.template import Message
+from edgekv.text.tokenizer import Tokenizer
+
+HEADING = "Note on the conversation before this point:"
+REQUEST = (
+    "Write a note for yourself, of at most {words} words, on our conversation so far: names, facts, what was decided, "
+    "what is still open. Write the note and nothing else."
+)
+LEAST_TOKENS = 16
+"""A note shorter than this is of no use, so a system prompt that leaves no more is refused."""
+
+_WORDS_PER_TOKEN = 0.6  # so that a note that keeps to the words keeps to the tokens, in most languages
+
+Measure = Callable[[Sequence[Message]], LengthReport]
+"""What these messages would be as a prompt."""
+
+
+@dataclass(frozen=True)
+class Notepad:
+    """What a session has noted down: the note, and how many messages after the system prompt it is about."""
+
+    note: str = ""
+    noted: int = 0
+
+    def view(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the model sees them: those that are noted down are in the system prompt."""
+        lead = _lead(messages)
+        system = [message["content"] for message in messages[:lead]] + (
+            [f"{HEADING}\n{self.note}"] if self.note else []
+        )
+        beginning = [Message(role="system", content="\n\n".join(system))] if system else []
+        return [*beginning, *messages[lead + self.noted :]]
+
+    def without(self, messages: Sequence[Message]) -> Notepad:
+        """What is left when only these messages are: nothing, if some that are noted down were taken back."""
+        return self if len(messages) >= _lead(messages) + self.noted else Notepad()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One note to be made."""
+
+    messages: list[Message]  # what the model is asked
+    sampling: SamplingOptions
+    limit: int  # tokens of the note
+    noted: int  # messages after the system prompt that it will be about
+
+    def result(self, text: str, tokenizer: Tokenizer) -> Notepad:
+        """The note, cut to its limit if its text gives more tokens than were generated."""
+        ids = tokenizer.encode(text.strip())
+        return Notepad(text.strip() if len(ids) <= self.limit else tokenizer.decode(ids[: self.limit]), self.noted)
+
+
+def next_task(pad: Notepad, messages: Sequence[Message], measure: Measure) -> Task:
+    """Which turns to note down next, so that the last message (the question) has room.
+
+    Raises:
+        ContextOverflow: the system prompt leaves no room for a note, or the question alone is too long.
+    """
+    limit = _limit(messages[: _lead(messages)], measure)
+    first = _lead(messages) + pad.noted
+    borders = [index for index in range(first + 1, len(messages)) if messages[index]["role"] == "user"]
+    capacity = measure(messages[-1:]).capacity
+    if not borders:
+        found = measure(pad.view(messages)).input_tokens
+        raise ContextOverflow(
+            f"The prompt is {found} tokens and there is nothing left to note down, but the cache holds {capacity}: "
+            "shorten the message, or load the model with a larger --context.",
+            input_tokens=found,
+            max_allowed=capacity - 1,
+        )
+    room = capacity // 2 - limit
+    lead = messages[: _lead(messages)]
+    enough = (at for at in borders if measure([*lead, *messages[at:]]).input_tokens <= room)
+    cut = next(enough, borders[-1])
+    while True:
+        asked = [*pad.view(messages[:cut]), _request(limit)]
+        left = capacity - measure(asked).input_tokens
+        if left >= limit or cut == borders[0]:
+            sampling = SamplingOptions(temperature=0.0, repetition_penalty=1.1, max_new_tokens=max(1, min(limit, left)))
+            return Task(asked, sampling, limit, cut - _lead(messages))
+        cut = borders[borders.index(cut) - 1]
+
+
+def _request(limit: int) -> Message:
+    return Message(role="user", content=REQUEST.format(words=int(limit * _WORDS_PER_TOKEN)))
+
+
+def _limit(lead: Sequence[Message], measure: Measure) -> int:
+    """Tokens that a note may have beside the system prompt."""
+    question = Message(role="user", content="?")
+    report = measure([Message(role="system", content="\n\n".join([*(m["content"] for m in lead), HEADING])), question])
+    most = report.capacity // 4
+    limit = min(report.capacity // 8, most - report.pinned - 2)  # tokens may be other ones where two texts meet
+    if limit < LEAST_TOKENS:
+        raise ContextOverflow(
+            f"The system prompt is {report.pinned} tokens with a note's heading, but at most {most} (a quarter of the "
+            f"cache) can be kept for good, and a note needs {LEAST_TOKENS} of them: shorten it, or load the model with "
+            "a larger --context.",
+            input_tokens=report.pinned,
+            max_allowed=most - LEAST_TOKENS - 2,
+        )
+    return limit
+
+
+def _lead(messages: Sequence[Message]) -> int:
+    """How many messages at the beginning are the system prompt."""
+    return int(bool(messages) and messages[0]["role"] == "system")
