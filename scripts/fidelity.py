@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 SEGMENT = 1024
 SKIP_CHARS = 200_000
 """Tables of contents and front matter."""
@@ -106,12 +108,12 @@ def compare(names: Sequence[str], engines: Sequence[Stepper], ids: list[int], fi
     return [asdict(score(lane, lanes[0])) for lane in lanes]
 
 
-def llama_run(gguf: Path, text: Path, out: Path, threads: int) -> None:
+def llama_run(gguf: Path, text: Path, out: Path, threads: int, tokens: int) -> None:
     """llama.cpp's caches on the same tokens."""
     import llama_cpp
 
     kinds = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0, "q4_0": llama_cpp.GGML_TYPE_Q4_0}
-    model, ids, first = token_ids(gguf, text, LLAMA_TOKENS)
+    model, ids, first = token_ids(gguf, text, tokens)
 
     def stepper(kind: int) -> Stepper:
         llama = llama_cpp.Llama(
@@ -131,14 +133,14 @@ def llama_run(gguf: Path, text: Path, out: Path, threads: int) -> None:
     out.write_text(json.dumps({"lanes": scores}, indent=1))
 
 
-def simulated_run(gguf: Path, text: Path, out: Path, threads: int) -> None:
+def simulated_run(gguf: Path, text: Path, out: Path, threads: int, tokens: int) -> None:
     """Caches that transformers only pretends to have."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-    model, ids, first = token_ids(gguf, text, SIMULATED_TOKENS)
+    model, ids, first = token_ids(gguf, text, tokens)
     hf = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
     caches = {"float": None} | simulated_caches(model)
     scores = compare(list(caches), [simulated_stepper(hf, model.spec, cache) for cache in caches.values()], ids, first)
@@ -146,25 +148,54 @@ def simulated_run(gguf: Path, text: Path, out: Path, threads: int) -> None:
 
 
 def simulated_caches(model: Any) -> dict[str, Any]:
-    """(dtype of K, dtype of V, granularity) -> functions of (layer, rows), from the model's INT8 thresholds."""
+    """Functions of (0 for keys or 1 for values, layer, rows [K, T, D]), with the model's own INT8 thresholds."""
     from edgekv.kv.interchange import retarget
-    from edgekv.kv.quant import fake_quantize
+    from edgekv.kv.quant import LIMIT, fake_quantize
     from edgekv.kv.scales import DEFAULT_NAME, read_scales
 
-    own = read_scales(model.folder / DEFAULT_NAME)
+    own = read_scales(model.folder / DEFAULT_NAME).without_centre()
 
-    def cache(k: Any, v: Any, granularity: Any) -> Any:
+    def static(k: Any, v: Any, granularity: Any = "channel") -> Any:
         scales = (retarget(own, k, granularity).k, retarget(own, v, granularity).v)
         return lambda part, layer, rows: fake_quantize(rows, scales[part][layer][:, None], (k, v)[part])
 
+    def by_row(dtype: Any) -> Any:
+        scales = (retarget(own, dtype, "channel").k, retarget(own, dtype, "channel").v)
+
+        def quantise(part: int, layer: int, rows: Any) -> Any:
+            scale = scales[part][layer][:, None]
+            reach = np.abs(rows / scale).max(-1, keepdims=True) / LIMIT[dtype]
+            return fake_quantize(rows, scale * np.clip(reach, 1e-3, 1), dtype)
+
+        return quantise
+
     return {
-        "int8 per channel": cache("int8", "int8", "channel"),
-        "fp8 per channel": cache("fp8", "fp8", "channel"),
-        "fp8 per head": cache("fp8", "fp8", "head"),
-        "fp8 per tensor": cache("fp8", "fp8", "tensor"),
-        "K int8, V int4": cache("int8", "int4", "channel"),
-        "int4 per channel": cache("int4", "int4", "channel"),
+        "int8 per channel": static("int8", "int8"),
+        "int8, first 4 rows exact": exact_first(static("int8", "int8")),
+        "int8 per channel and row": by_row("int8"),
+        "blocks of 32 in 8 bits": lambda part, layer, rows: in_blocks(rows, 127),
+        "fp8 per channel": static("fp8", "fp8"),
+        "fp8 per head": static("fp8", "fp8", "head"),
+        "fp8 per tensor": static("fp8", "fp8", "tensor"),
+        "fp8, first 4 rows exact": exact_first(static("fp8", "fp8")),
+        "K int8, V int4": static("int8", "int4"),
+        "K int8, V int4, first 4 rows exact": exact_first(static("int8", "int4")),
+        "int4 per channel": static("int4", "int4"),
+        "int4 per channel and row, first 4 rows exact": exact_first(by_row("int4")),
+        "blocks of 32 in 4 bits": lambda part, layer, rows: in_blocks(rows, 7),
     }
+
+
+def exact_first(cache: Any, count: int = 4) -> Any:
+    """The same cache, but the rows of the first tokens are floats."""
+    return lambda part, layer, rows: np.concatenate([rows[:, :count], cache(part, layer, rows)[:, count:]], axis=1)
+
+
+def in_blocks(rows: Any, limit: int) -> Any:
+    """A scale of its own for each 32 channels of each row: what a dynamic format such as q8_0 does."""
+    blocks = rows.reshape(*rows.shape[:-1], -1, 32)
+    scale = np.maximum(np.abs(blocks).max(-1, keepdims=True) / limit, 1e-8)
+    return (np.rint(blocks / scale) * scale).reshape(rows.shape).astype(np.float32)
 
 
 def simulated_stepper(hf: Any, spec: Any, cache: Any) -> Stepper:
@@ -268,9 +299,9 @@ def measure(name: str, chosen: argparse.Namespace, text: Path, out: Path) -> Non
     """One run."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     if name == "llama":
-        llama_run(chosen.gguf, text, out, chosen.threads or 2)
+        llama_run(chosen.gguf, text, out, chosen.threads or 2, chosen.tokens or LLAMA_TOKENS)
     elif name == "simulated":
-        simulated_run(chosen.gguf, text, out, chosen.threads or 2)
+        simulated_run(chosen.gguf, text, out, chosen.threads or 2, chosen.tokens or SIMULATED_TOKENS)
     else:
         job = next(job for job in RUNS if job.name == name)
         edgekv_run(replace(job, tokens=chosen.tokens or job.tokens), chosen.gguf, text, out, chosen.threads)
