@@ -80,7 +80,7 @@ def open_runtime(model: ConvertedModel, options: LoadOptions) -> Runtime:
     check_combination(plan.kv, options)
     path = None if options.scales is None else Path(options.scales)
     scales = find_scales(model, options.kv_dtype, options.granularity, path)
-    return Runtime(model, plan, open_engine(model, plan.kv, scales, options), options, scales)
+    return Runtime(model, plan, open_engine(model, plan.kv, scales, options), options)
 
 
 def choose_engine(options: LoadOptions, dtype: KVDtype | None = None) -> Choice:
@@ -175,14 +175,13 @@ class Runtime:
         plan: Plan,
         engine: Engine,
         options: LoadOptions,
-        scales: KVScales | None = None,
     ) -> None:
         self.model, self.plan, self.options = model, plan, options
         self._engine: Engine | None = engine
         tokenizer, chat_format = open_text(model)
         self.template_source = "" if chat_format is None else chat_format.template.source
         bos = model.spec.bos_id if model.description.add_bos else None
-        identity = CacheIdentity.of(model.fingerprint, model.description.name, plan.kv, scales)
+        identity = CacheIdentity.of(model.fingerprint, model.description.name, plan.kv, engine.scales)
         left_bytes = max(0, (plan.budget_bytes or 0) - plan.total_bytes)
         lot = ParkingLot(left_bytes, home_of(options) / "parked")
         self._chat = SharedChat(engine, tokenizer, chat_format, bos, identity, lot)

@@ -57,8 +57,11 @@ class CacheIdentity:
 
     @classmethod
     def of(cls, fingerprint: str, name: str, kv: KVSpec, scales: KVScales | None) -> CacheIdentity:
-        """Of a model and the kind of its cache."""
-        digest = "" if scales is None else hashlib.sha256(scales.k.tobytes() + scales.v.tobytes()).hexdigest()[:16]
+        """Of a model and the kind of its cache; scales: those that its engine holds."""
+        if scales is None:
+            return cls(fingerprint, name, kv.dtype, kv.granularity, "")
+        centre = b"" if scales.k_centre is None else scales.k_centre.tobytes()
+        digest = hashlib.sha256(scales.k.tobytes() + scales.v.tobytes() + centre).hexdigest()[:16]
         return cls(fingerprint, name, kv.dtype, kv.granularity, digest)
 
     def check(self, path: Path, saved: CacheIdentity) -> None:

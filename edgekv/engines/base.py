@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import CacheFull, InvalidOption
+from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec
@@ -58,6 +59,11 @@ class Engine(Protocol):
     def spec(self) -> ModelSpec: ...
     @property
     def kv(self) -> KVSpec: ...
+    @property
+    def scales(self) -> KVScales | None:
+        """What the codes in the cache stand for; None where it holds floats. An engine that keeps keys whole has scales
+        `without_centre()`, whatever it was opened with."""
+
     @property
     def tokens(self) -> Sequence[int]:
         """The ids in the cache's slots, pinned prefix first."""

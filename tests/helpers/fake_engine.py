@@ -55,6 +55,10 @@ class FakeEngine:
         return self._kv
 
     @property
+    def scales(self) -> None:
+        return None
+
+    @property
     def tokens(self) -> Sequence[int]:
         return self._tokens
 

@@ -27,6 +27,7 @@ from edgekv.kv.scales import KVScales, Provenance, from_thresholds, read_scales,
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.converted import ConvertedModel
+from edgekv.session_file import CacheIdentity
 
 Open = Callable[..., OnnxEngine]
 IDS = np.random.default_rng(0).integers(3, 512, 260).tolist()
@@ -150,3 +151,12 @@ def test_the_torch_engine_keeps_keys_whole(model: ConvertedModel, engines: Any, 
     plain, scales = engines[2], engines[3]
     found = stream(open_torch(model, plain.kv, scales), IDS)
     assert np.median(relative_errors(found, stream(plain, IDS))) < 0.02
+
+
+def test_a_saved_content_says_whether_its_keys_are_whole(engines: Any, model: ConvertedModel, open_onnx: Open) -> None:
+    """One scales file, two ways to hold keys: the one engine's sessions are not the other's."""
+    centred, scales = engines[1], engines[3]
+    gqa = open_onnx(model, centred.kv, scales, attention="gqa")
+    mine, other = (CacheIdentity.of("m", "m", engine.kv, engine.scales) for engine in (centred, gqa))
+    assert mine.scales != other.scales
+    assert mine == CacheIdentity.of("m", "m", centred.kv, scales)
