@@ -183,6 +183,9 @@ def _counted(service: Service, endpoint: Endpoint) -> Endpoint:
         except Problem as problem:
             status = problem.status
             raise
+        except ClientDisconnect:
+            status = CLIENT_GONE
+            raise
         finally:
             service.metrics.requests[path, status] += 1
 

@@ -30,7 +30,7 @@ def test_the_first_answer_names_paris() -> None:
 @pytest.mark.usefixtures("default_model")
 def test_the_program_in_the_readme_runs() -> None:
     """It prints two answers."""
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     result = run("-c", program)
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
