@@ -74,9 +74,10 @@ class Answer:
                 yield line
         except EdgeKVError as error:
             yield _data(problem_of(error).body())
+        except (asyncio.CancelledError, GeneratorExit):
+            self._metrics.cancelled += 1
+            raise
         finally:
-            if self._finished is None:
-                self._metrics.cancelled += 1
             self._events.drop()
 
     async def _chunks(self, *, include_usage: bool) -> AsyncIterator[str]:

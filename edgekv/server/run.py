@@ -30,7 +30,7 @@ END_S = 10
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """The bound socket; its name tells the port.
+    """The listening socket; its name tells the port.
 
     Raises:
         InvalidOption: the address is taken, or is none.
@@ -40,6 +40,7 @@ def listen(options: ServeOptions) -> socket.socket:
         bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((options.host, options.port))
+        bound.listen()  # from now on clients wait, and are not refused
         return bound
     except OSError as error:
         reason = error.strerror or error

@@ -17,8 +17,15 @@ from edgekv.server.run import listen, make_server
 @contextmanager
 def serving(model: Path, *, context: int = 256, overflow: str = "error", **options: Any) -> Iterator[str]:
     """Serve a model directory; gives the server's address. `options` are those of ServeOptions."""
-    chosen = ServeOptions(port=0, **options)
     runtime = edgekv.load(model, memory="4GiB", context=context, threads=1, overflow=overflow)
+    with serving_runtime(runtime, **options) as address:
+        yield address
+
+
+@contextmanager
+def serving_runtime(runtime: edgekv.Runtime, **options: Any) -> Iterator[str]:
+    """Serve a loaded model, which is closed at the end; gives the server's address."""
+    chosen = ServeOptions(port=0, **options)
     bound = listen(chosen)
     server = make_server(edgekv.AsyncRuntime(runtime, max_waiting=chosen.max_waiting), chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

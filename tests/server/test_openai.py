@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 from helpers.chat import make_chat_model
-from helpers.serving import serving
-from helpers.tools import HERMES
+from helpers.serving import serving, serving_runtime
+from helpers.tools import HERMES, LLAMA
 
 import edgekv
 from edgekv.model.converted import ConvertedModel
@@ -193,6 +193,17 @@ class TestTools:
         assert hidden is not None
         assert told is not None
         assert bare.prompt_tokens == hidden.prompt_tokens < told.prompt_tokens
+
+
+def test_a_call_in_llamas_manner(tmp_path: Path) -> None:
+    """The whole answer is the call; a free answer with tools offered stays text, streamed."""
+    model = make_chat_model(Path(__file__).parents[1] / "data" / "llama-fp16", tmp_path, LLAMA)
+    with serving(model.folder, context=2048) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        reply = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required")
+        (call,) = reply.choices[0].message.tool_calls or []
+        assert json.loads(call.function.arguments)["far"] in (True, False)
+        free = client.chat.completions.create(**CHAT, tools=TOOLS, max_tokens=5, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in free)
 
 
 class TestOtherEndpoints:
@@ -385,6 +396,31 @@ class TestLimits:
                 break
             except openai.InternalServerError:
                 assert time.monotonic() < patience
+
+
+def test_a_failure_in_the_middle_is_told(chat_model: ConvertedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that fails: an error event that the client raises, or 500; and the next answer is right."""
+    runtime = edgekv.load(chat_model.folder, memory="4GiB", context=256, threads=1)
+    expected = runtime.chat(USER, max_new_tokens=8).text
+    engine, fails_at = runtime.chat_state.timeline.engine, iter([])
+    forward = engine.forward
+
+    def failing(*arguments: object, **options: object) -> object:
+        if next(fails_at, None):
+            raise edgekv.EngineError("The backend failed.")
+        return forward(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "forward", failing)
+    with serving_runtime(runtime) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        fails_at = iter([False] * 4 + [True])
+        stream = client.chat.completions.create(**CHAT, max_tokens=8, stream=True)
+        with pytest.raises(openai.APIError, match="The backend failed"):
+            list(stream)
+        fails_at = iter([False] * 4 + [True])
+        with pytest.raises(openai.InternalServerError, match="The backend failed") as caught:
+            client.chat.completions.create(**CHAT, max_tokens=8)
+        assert caught.value.code == "engine_error"
+        assert client.chat.completions.create(**CHAT, max_tokens=8).choices[0].message.content == expected
 
 
 def test_a_closed_socket_ends_the_answer(chat_model: ConvertedModel) -> None:
