@@ -25,7 +25,7 @@ from edgekv.errors import Busy, InvalidOption
 from edgekv.generate import Event, Finished
 from edgekv.session import Events
 from edgekv.text.precheck import LengthReport
-from edgekv.text.template import Message, Tool
+from edgekv.text.template import Message
 
 if TYPE_CHECKING:
     from edgekv.api import Reply, Runtime
@@ -69,18 +69,16 @@ class AsyncRuntime:
         """How many answers are being made: 0 or 1."""
         return len(self._line) - self.waiting
 
-    def stream(
-        self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), wait_s: float | None = None, **sampling: Any
-    ) -> AsyncEvents:
+    def stream(self, messages: Sequence[Message], *, wait_s: float | None = None, **options: Any) -> AsyncEvents:
         """Answer messages as an async iterator of events. Nothing blocks here: errors come with the first event.
 
         Args:
-            wait_s: the longest that the answer may wait for its turn. The others are those of `Runtime.stream`.
+            wait_s: the longest that the answer may wait for its turn. options: those of `Runtime.stream`.
 
         Raises:
             Busy: `max_waiting` others wait already. InvalidOption: it is closed.
         """
-        return self._ask(partial(self.runtime.stream, messages, tools=tools, **sampling), wait_s)
+        return self._ask(partial(self.runtime.stream, messages, **options), wait_s)
 
     def stream_text(self, prompt: str, *, wait_s: float | None = None, **sampling: Any) -> AsyncEvents:
         """Continue plain text, without a chat template. Otherwise as `stream`."""

@@ -35,7 +35,7 @@ from edgekv.options import LoadOptions, home_of, plan_for
 from edgekv.parking import ParkingLot
 from edgekv.prepare import Progress, find_scales, prepare, published_source
 from edgekv.sampling import SamplingOptions
-from edgekv.session import Chat, Events, Session
+from edgekv.session import Chat, Dialogue, Events, Session
 from edgekv.session_file import CacheIdentity
 from edgekv.sharing import SharedChat
 from edgekv.text.precheck import LengthReport, Overflow
@@ -211,12 +211,20 @@ class Runtime:
         """What these messages would do to the cache: their length, what is reused, what would leave. Nothing runs."""
         return self._open().precheck(messages, _sampling(self.sampling, sampling), self.options.overflow, tools)
 
-    def stream(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), **sampling: Any) -> Events:
+    def stream(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        dialogue: Dialogue | None = None,
+        **sampling: Any,
+    ) -> Events:
         """Answer messages as a stream of events (TextDelta, Evicted, PrefillProgress, and Finished at the end).
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
             tools: what the model may call, as OpenAI describes tools; calls come as text, in the model's own way.
+            dialogue: whose messages they are, if a cache is to be kept for it while others have their turn.
             sampling: fields of `SamplingOptions`: temperature, top_k, top_p, min_p, repetition_penalty, seed,
                 max_new_tokens, stop, json_schema, grammar, top_logprobs.
 
@@ -224,7 +232,8 @@ class Runtime:
             ContextOverflow: the messages do not fit; raised before anything runs.
             TemplateError: the model's template refuses them. InvalidOption: an unknown sampling option.
         """
-        return self._open().stream(messages, _sampling(self.sampling, sampling), self.options.overflow, tools)
+        chosen = _sampling(self.sampling, sampling)
+        return self._open().stream(messages, chosen, self.options.overflow, tools, dialogue)
 
     def stream_text(self, prompt: str, **sampling: Any) -> Events:
         """Continue plain text, without a chat template, as a stream of events. Otherwise as `stream`."""

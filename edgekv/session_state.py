@@ -37,10 +37,14 @@ class EncodedText:
         only there do the tokens on either side not depend on one another."""
         if text.startswith(self.text):
             return self
-        common = _common_chars(self.text, text)
-        shared = bisect_right(self.starts, common)
-        cut = next((index for index in range(shared - 1, 0, -1) if self.ids[index] in control_ids), 0)
+        shared = bisect_right(self.starts, _common_chars(self.text, text))
+        cut = next((index for index in range(shared - 1, 0, -1) if self._may_end_before(index, control_ids)), 0)
         return EncodedText(self.text[: self.starts[cut]], self.ids[:cut], self.starts[:cut]) if cut else EncodedText()
+
+    def _may_end_before(self, index: int, control_ids: frozenset[int | None]) -> bool:
+        """Whether a token is a control token whose place is known. Of an answer's tokens only the first one's is: a
+        model may write a control token in the middle of its answer, where it is no text."""
+        return self.ids[index] in control_ids and self.starts[index] > self.starts[index - 1]
 
 
 @dataclass(frozen=True)

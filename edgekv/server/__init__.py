@@ -5,6 +5,7 @@
     requests.py   a request's JSON -> Call; what is not supported is refused by name
     toolgrammar.py  the grammar of a call that must be made
     answers.py    Call -> events -> response; a client that goes away stops its answer
+    dialogues.py  whose cache is kept, by session_id
     replies.py    events -> OpenAI's objects
     problems.py   errors in OpenAI's shape
     metrics.py    what happened, for Prometheus

@@ -124,8 +124,11 @@ class Answer:
         return Piece(said, calls, scores)
 
     def _reason(self) -> str:
+        """OpenAI's word for why the answer has ended; an answer whose time was up was cut as one that was too long."""
         assert self._finished is not None, "an answer that nobody stopped ends with Finished"
-        return "tool_calls" if self._called else self._finished.finish_reason
+        if self._called:
+            return "tool_calls"
+        return "stop" if self._finished.finish_reason == "stop" else "length"
 
     def _usage(self) -> Usage:
         assert self._finished is not None, "as above"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from starlette.routing import Route
 from edgekv.aio import AsyncEvents, AsyncRuntime
 from edgekv.errors import EdgeKVError
 from edgekv.server.answers import CLIENT_GONE, Answer
+from edgekv.server.dialogues import Dialogues
 from edgekv.server.guard import Guard
 from edgekv.server.metrics import Metrics
 from edgekv.server.options import ServeOptions
@@ -37,16 +38,18 @@ class Service:
     def __init__(self, runtime: AsyncRuntime, options: ServeOptions) -> None:
         self.runtime, self.options, self.metrics = runtime, options, Metrics()
         self.model_name = runtime.runtime.model.description.name
+        self._dialogues = Dialogues(options.max_sessions)
         self._style = style_of(runtime.runtime.template_source)
         self._began = int(time.time())
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         call = await self._call(request, chat_call)
-        sampling = dict(call.sampling)
+        sampling = self._timed(call.sampling)
         if call.forced:
             sampling |= forced_call(self._style, call.tools, call.forced)
-        ask = partial(self.runtime.stream, call.messages, tools=call.tools, **sampling)
+        dialogue = self._dialogues.of(call.session_id, sampling.get("seed"))
+        ask = partial(self.runtime.stream, call.messages, tools=call.tools, dialogue=dialogue, **sampling)
         names = {tool["function"]["name"] for tool in call.tools}
         parser = call_parser(self._style, names) if names else None
         return await self._respond(request, call, ask, ChatShape(call.model, scored="top_logprobs" in sampling), parser)
@@ -54,7 +57,7 @@ class Service:
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""
         call = await self._call(request, text_call)
-        ask = partial(self.runtime.stream_text, call.prompt, **call.sampling)
+        ask = partial(self.runtime.stream_text, call.prompt, **self._timed(call.sampling))
         return await self._respond(request, call, ask, TextShape(call.model, scored="top_logprobs" in call.sampling))
 
     async def models(self, request: Request) -> Response:
@@ -81,6 +84,11 @@ class Service:
     def _names(self) -> tuple[str, ...]:
         return (self.model_name, *self.options.alias)
 
+    def _timed(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The sampling options with the server's limit on an answer's time, unless the client's is lower."""
+        limit = self.options.max_answer_s
+        return {**sampling, "max_seconds": min(sampling.get("max_seconds", limit), limit)}
+
     def _model(self, name: str) -> dict[str, Any]:
         capacity = self.runtime.runtime.plan.kv.capacity
         return {"id": name, "object": "model", "created": self._began, "owned_by": "edgekv", "context": capacity}
@@ -102,6 +110,7 @@ class Service:
             "cache_bytes": plan.cache_bytes,
             "planned_bytes": plan.total_bytes,
             "resident_bytes": psutil.Process().memory_info().rss,
+            "sessions": len(self._dialogues),
             "requests_waiting": self.runtime.waiting,
             "requests_running": self.runtime.running,
         }

@@ -26,11 +26,13 @@ class ServeOptions:
     alias: tuple[str, ...] = about("Another model name to answer to (may be given several times).", default=())
     max_waiting: int = about("Requests that may wait for the one being answered; more get 429.", default=16)
     max_wait_s: float = about("Seconds a request may wait for its turn; then 503.", default=120.0)
+    max_answer_s: float = about("Longest time for an answer, reading the prompt included.", default=600.0)
+    max_sessions: int = about("Conversations (session_id) whose cache is kept.", default=16)
     max_body_bytes: int = about("Largest request body.", default=4 * MIB)
     body_timeout_s: float = about("Seconds a client may take to send its headers, and its body.", default=15.0)
 
     def __post_init__(self) -> None:
-        for name in ("max_wait_s", "max_body_bytes", "body_timeout_s"):
+        for name in ("max_wait_s", "max_answer_s", "max_sessions", "max_body_bytes", "body_timeout_s"):
             if getattr(self, name) <= 0:
                 raise InvalidOption(f"{name} is {getattr(self, name)}; it must be more than 0.")
         if self.max_waiting < 0:

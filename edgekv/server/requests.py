@@ -32,9 +32,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "seed": "seed", "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens", "top_k": "top_k", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    "repetition_penalty": "repetition_penalty", "max_seconds": "max_seconds",
 }  # fmt: skip
-"""Numbers of a request -> fields of SamplingOptions. The last three are not OpenAI's."""
+"""Numbers of a request -> fields of SamplingOptions. The last four are not OpenAI's."""
 
 ToolChoice = Literal["auto", "none", "required"]
 

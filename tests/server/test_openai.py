@@ -127,6 +127,23 @@ class TestChat:
         free = client.chat.completions.create(**CHAT, response_format={"type": "json_object"}, max_tokens=40)
         assert (free.choices[0].message.content or "").startswith("{")
 
+    def test_sessions_keep_their_caches(self, client: openai.OpenAI) -> None:
+        """Two conversations in turn: each goes on where it was, though the other has had the cache meanwhile."""
+
+        def ask(session: str, *words: str) -> openai.types.CompletionUsage:
+            messages = [{"role": "user", "content": f"{session} {word} " * 10} for word in words]
+            reply = client.chat.completions.create(
+                model="tiny-chat", messages=messages, max_tokens=4, extra_body={"session_id": session}
+            )
+            assert reply.usage is not None
+            return reply.usage
+
+        first = {name: ask(name, "one").prompt_tokens for name in ("x", "y")}
+        for name in ("x", "y"):
+            usage = ask(name, "one", "two")
+            assert usage.model_extra is not None
+            assert usage.model_extra["reused_tokens"] > first[name] - 20  # all but the answer's header
+
     def test_text_parts_and_null_fields(self, client: openai.OpenAI, expected: edgekv.Reply) -> None:
         """What clients send without need: parts, nulls, neutral values, books of OpenAI's own."""
         parts = [{"role": "user", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]}]
@@ -264,6 +281,8 @@ REFUSED = [
     ({}, {"temperature": 1000}, "temperature is 1000"),
     ({}, {"max_tokens": 0}, "max_new_tokens is 0"),
     ({}, {"top_logprobs": 2}, "top_logprobs needs"),
+    ({}, {"max_seconds": 0}, "max_seconds is 0"),
+    ({}, {"session_id": ""}, "session_id must be"),
     ({}, {"stop": [""]}, "stop must be"),
     ({}, {"stream_options": {"nope": 1}}, "stream_options.nope"),
     ({}, {"response_format": {"type": "xml"}}, "response_format.type is 'xml'"),

@@ -51,6 +51,19 @@ def test_the_same_prompt_again_is_reused(runtime: edgekv.Runtime) -> None:
     assert first.text == second.text
 
 
+def test_control_tokens_in_an_answer_are_no_part_of_the_prompt(chat_model: ConvertedModel) -> None:
+    """A random model writes control tokens into its answers, where they are no text: the same question asked again has
+    the same tokens, and the same answer."""
+    with edgekv.load(chat_model.folder, memory="4GiB", context=2048, threads=1) as runtime:
+        first = runtime.chat([{"role": "user", "content": "Hello?"}])
+        prompt, tokenizer = first.usage.input_tokens, runtime.chat_state.tokenizer
+        controls = set(map(tokenizer.token_id, tokenizer.special_tokens))
+        assert controls & set(runtime.chat_state.timeline.tokens[prompt:]), "no control token: ask something else"
+        again = runtime.chat([{"role": "user", "content": "Hello?"}])
+        assert again.usage.input_tokens == prompt
+        assert again.text == first.text
+
+
 def test_precheck_runs_nothing(runtime: edgekv.Runtime) -> None:
     """The report has the numbers, and the cache is as it was."""
     report = runtime.precheck(USER, max_new_tokens=8)
