@@ -1,7 +1,8 @@
 """`edgekv convert`: a published checkpoint -> a model directory that the onnx engine runs.
 
-How weights are held is decided in holding.py, faithful by default. One tensor is in memory at a time and the directory
-appears whole or not at all.
+How weights are held is decided in holding.py, faithful by default. Matrices are read, held and written
+in blocks of rows, so that a conversion needs little more memory than a layer takes as integers (README), and the
+directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import hashlib
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from edgekv.errors import BadCheckpoint, InvalidOption
 from edgekv.files import atomic_directory, sha256_file
-from edgekv.holding import ConvertOptions, Holding, scheme_name
+from edgekv.holding import ConvertOptions, Holding, Rounding, scheme_name
 from edgekv.model.converted import (
     DATA,
     GRAPH,
@@ -31,7 +32,7 @@ from edgekv.model.converted import (
 )
 from edgekv.units import format_bytes
 from edgekv.weights import Held, WeightSource, open_source
-from edgekv.weights.base import Form, TokenizerFiles, form_of
+from edgekv.weights.base import Form, TokenizerFiles, form_of, join_rows
 
 Progress = Callable[[str, int, int], None]  # what was done, parts done, parts in all
 
@@ -130,23 +131,33 @@ def peak_rss_bytes() -> int:
 
 
 class _Holder:
-    """Gives each matrix as it is held, and keeps the forms and the largest rounding error."""
+    """Gives each matrix as it is held, and keeps the forms and what rounding did."""
 
     def __init__(self, source: WeightSource, options: ConvertOptions) -> None:
         self._source, self._rules = source, Holding(source.quantised, options)
-        self.max_error = 0.0
         self._forms: set[Form] = set()
+        self._roundings: dict[str, Rounding] = {}
 
     @property
     def scheme(self) -> str:
         """See `scheme_name`."""
         return scheme_name(self._forms, self._rules.options)
 
+    @property
+    def max_error(self) -> float:
+        """The largest relative error of a rounded matrix."""
+        return max((rounding.error for rounding in self._roundings.values()), default=0.0)
+
     def __call__(self, name: str) -> Held:
-        held, error = self._rules.hold(name, self._source.matrix(name))
-        self._forms.add(form_of(held))
-        self.max_error = max(self.max_error, error)
-        return held
+        return join_rows(self.blocks(name))
+
+    def blocks(self, name: str) -> Iterator[Held]:
+        """The matrix in blocks of rows."""
+        for block in self._source.blocks(name):
+            held, rounding = self._rules.hold(name, block)
+            self._forms.add(form_of(held))
+            self._roundings[name] = self._roundings.get(name, Rounding()) + rounding
+            yield held
 
 
 def _write_text_files(texts: TokenizerFiles, folder: Path) -> None:

@@ -51,6 +51,30 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Squares of a matrix and of what rounding changed in it, summed over a sample of its rows; they add up."""
+
+    weights: float = 0.0
+    changes: float = 0.0
+
+    @classmethod
+    def between(cls, values: Float32, held: BlockWeight) -> Rounding:
+        """Of a matrix and its rounding."""
+        rows = np.arange(0, len(values), max(1, len(values) // 256))
+        reference = values[rows]
+        difference = reference - held.take_rows(rows).dequantize()
+        return cls(float(np.square(reference, dtype=np.float64).sum()), float(np.square(difference).sum()))
+
+    def __add__(self, other: Rounding) -> Rounding:
+        return Rounding(self.weights + other.weights, self.changes + other.changes)
+
+    @property
+    def error(self) -> float:
+        """Root mean square of the changes over that of the weights; 0: all was kept."""
+        return float(np.sqrt(self.changes / max(self.weights, 1e-60)))
+
+
+@dataclass(frozen=True)
 class Holding:
     """The rules for one checkpoint. `quantised`: its publisher quantised it, and meant what is float to be so."""
 
@@ -79,18 +103,18 @@ class Holding:
             stored = source.stored(name)
             yield name, stored, self.form(name, stored.shape[1], stored.form)
 
-    def hold(self, name: str, weight: Matrix) -> tuple[Held, float]:
-        """A matrix as it is held, and the relative error of its rounding (0: it was kept)."""
+    def hold(self, name: str, weight: Matrix) -> tuple[Held, Rounding]:
+        """A matrix, or some rows of one, as it is held, and what rounding did to it."""
         wanted = self.form(name, weight.shape[1], form_of(weight))
         if isinstance(weight, BlockWeight) and wanted.bits == weight.bits:
-            return weight.to_group(wanted.group), 0.0
+            return weight.to_group(wanted.group), Rounding()
         if wanted == form_of(weight):
-            return weight, 0.0
+            return weight, Rounding()
         values = weight if isinstance(weight, np.ndarray) else weight.dequantize()
         if wanted.kind == "int sum":
-            return split_blocks(values, group=wanted.group), 0.0
+            return split_blocks(values, group=wanted.group), Rounding()
         held = quantize_blocks(values, bits=wanted.bits, group=wanted.group)
-        return held, _relative_error(values, held)
+        return held, Rounding.between(values, held)
 
 
 def scheme_name(forms: set[Form], options: ConvertOptions) -> str:
@@ -112,12 +136,3 @@ def _operator_blocks(name: str, columns: int, group: int) -> int:
             f"{name} has {columns} columns in groups of {group}, which no block of 16 to 256 divides."
         )
     return size
-
-
-def _relative_error(values: Float32, held: BlockWeight) -> float:
-    """Root mean square of the rounding over that of the weights, on a sample of the rows."""
-    step = max(1, len(held.codes) // 256)
-    rows = np.arange(0, len(held.codes), step)
-    reference = values[rows]
-    difference = reference - held.take_rows(rows).dequantize()
-    return float(np.linalg.norm(difference) / max(float(np.linalg.norm(reference)), 1e-30))

@@ -11,6 +11,7 @@ matrices, 16 bits a weight like the float16 it came from, and as exact as that (
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -22,6 +23,8 @@ from edgekv.model.spec import ModelSpec
 Float32 = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 Order = npt.NDArray[np.intp]
+
+_BLOCK_BYTES = 8 << 20  # of a block of rows in float32; rounding takes five times that
 
 OPERATOR_GROUPS = (16, 32, 64, 128, 256)
 """Block sizes that MatMulNBits takes."""
@@ -203,6 +206,24 @@ Held = Matrix | SplitWeight
 """How a matrix may be held in the graph."""
 
 
+def row_blocks(shape: tuple[int, int]) -> Iterator[slice]:
+    """The rows of a matrix, top to bottom, in blocks that are worked on one at a time."""
+    rows, columns = shape
+    step = max(1, _BLOCK_BYTES // (4 * columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def join_rows(blocks: Iterable[Held]) -> Held:
+    """The matrix whose blocks of rows these are; all have one form."""
+    first, *rest = blocks
+    if not rest:
+        return first
+    if isinstance(first, np.ndarray):
+        return np.concatenate([first, *(block for block in rest if isinstance(block, np.ndarray))])
+    assert isinstance(first, BlockWeight)  # no other form comes in blocks, but for embedding and head
+    return stack_rows([first, *(block for block in rest if isinstance(block, BlockWeight))])
+
+
 def form_of(weight: Held) -> Form:
     """The form of a matrix that is there."""
     if isinstance(weight, BlockWeight):
@@ -297,6 +318,9 @@ class WeightSource(Protocol):
 
     def matrix(self, name: str) -> Matrix:
         """A linear layer's weight [out, in]: integers if the publisher stored integers, else float32."""
+
+    def blocks(self, name: str) -> Iterator[Matrix]:
+        """The same, in blocks of rows from top to bottom, where it would take much memory; else whole."""
 
     def vector(self, name: str) -> Float32:
         """A norm's factors or a bias."""

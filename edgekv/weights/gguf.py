@@ -10,7 +10,9 @@ back into the half-split order here. Layouts are those of ggml's quantisation re
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ from edgekv.weights.base import (
     Order,
     Stored,
     TokenizerFiles,
+    join_rows,
     matrix_names,
+    row_blocks,
     take_rows,
 )
 from edgekv.weights.gguf_metadata import INTERLEAVED_QK, Metadata, spec_from_metadata
@@ -88,14 +92,30 @@ class GGUFSource:
 
     def matrix(self, name: str) -> Matrix:
         """A weight [out, in] as stored, or as close as integers can hold it."""
-        place, rows = self._place(name)
-        tensor = self._tensor(place)
-        stored = _read_matrix(tensor)
-        self._require_finite(tensor, stored.scales if isinstance(stored, BlockWeight) else stored)
-        weight: Matrix = stored
-        for order in (None if rows is None else np.array(rows), self._turned(name), turning_first(self.spec, name)):
+        weight = join_rows(self._row_blocks(name))
+        assert isinstance(weight, BlockWeight | np.ndarray)
+        for order in (self._turned(name), turning_first(self.spec, name)):
             weight = weight if order is None else take_rows(weight, order)
         return weight
+
+    def blocks(self, name: str) -> Iterator[Matrix]:
+        """See WeightSource. Q and K, whose rows are put in another order, come whole."""
+        return iter([self.matrix(name)]) if name.endswith((".q", ".k")) else self._row_blocks(name)
+
+    def _row_blocks(self, name: str) -> Iterator[Matrix]:
+        """The rows as they lie in the file. Each block is mapped for itself: the library's one map of the whole file
+        would keep all that was read of it resident."""
+        place, chosen = self._place(name)
+        tensor = self._tensor(place)
+        stored, columns = (int(size) for size in reversed(tensor.shape))
+        rows, row_bytes = chosen or range(stored), tensor.n_bytes // stored
+        for part in row_blocks((len(rows), columns)):
+            size = (part.stop - part.start, row_bytes)
+            start = tensor.data_offset + (rows.start + part.start) * row_bytes
+            data = np.memmap(self.path, np.uint8, "r", start, size)
+            weight = _read_matrix(tensor, data, columns)
+            self._require_finite(tensor, weight.scales if isinstance(weight, BlockWeight) else weight)
+            yield weight
 
     def vector(self, name: str) -> Float32:
         """A norm's weight or a bias, in float32."""
@@ -208,8 +228,11 @@ def _open(path: Path) -> Any:
 
 
 def _whole_file_reader() -> Any:
-    """The library's reader, made strict: by itself it reads nothing past the end, for as long as a count says."""
+    """The library's reader, made strict and quick: by itself it reads nothing past the end, as long as a count says,
+    and makes five arrays of each item of a list, which takes half a minute for a large vocabulary."""
     import gguf
+
+    kinds = gguf.GGUFValueType
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **options: Any) -> Any:
@@ -219,31 +242,71 @@ def _whole_file_reader() -> Any:
             return super()._get(offset, dtype, count, *rest, **options)
 
         def _get_field_parts(self, offset: int, kind: int) -> Any:
-            if kind == gguf.GGUFValueType.ARRAY and (items := int(self._get(offset + 4, np.uint64)[0])) > _MOST_ITEMS:
-                raise ValueError(f"a list of {items:,} items")
-            return super()._get_field_parts(offset, kind)
+            return self._list(offset) if kind == kinds.ARRAY else super()._get_field_parts(offset, kind)
+
+        def _list(self, offset: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            """What the library's `_get_field_parts` gives for a list: size, parts, which of them are items, types."""
+            kind, count = self._get(offset, np.uint32), self._get(offset + 4, np.uint64)
+            types = [kinds.ARRAY, kinds(int(kind[0]))]
+            if int(count[0]) > _MOST_ITEMS:
+                raise ValueError(f"a list of {int(count[0]):,} items")
+            if types[1] == kinds.STRING:
+                items = self._strings(offset + 12, int(count[0]))
+                return (
+                    12 + sum(8 + len(item) for item in items),
+                    [kind, count, *items],
+                    [*range(2, 2 + len(items))],
+                    types,
+                )
+            if types[1] not in self.gguf_scalar_to_np:
+                raise ValueError("a list of lists")
+            numbers = self._get(offset + 12, self.gguf_scalar_to_np[types[1]], int(count[0]))
+            return 12 + numbers.nbytes, [kind, count, numbers], [2], types
+
+        def _strings(self, offset: int, count: int) -> list[Codes]:
+            raw, items = self.data.view(np.ndarray), []
+            length = struct.Struct(">Q" if self.byte_order == "S" else "<Q")
+            for _ in range(count):
+                if offset + 8 > len(raw) or (end := offset + 8 + length.unpack_from(raw, offset)[0]) > len(raw):
+                    raise ValueError("a list of texts ends early")
+                items.append(raw[offset + 8 : end])
+                offset = end
+            return items
 
     return Reader
 
 
-def _to_float(tensor: Any) -> Float32:
+def _is_of(kind: type, value: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
+
+
+def _gguf_name(name: str) -> str:
+    layer, _, part = name.rpartition(".")
+    return f"blk.{layer}.{_NAMES[part]}" if layer else _TOP_NAMES[part]
+
+
+def _to_float(tensor: Any, data: Codes | None = None) -> Float32:
+    """A tensor in float32; `data`: only these bytes of it."""
     import gguf
 
     try:
-        return np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        values = gguf.quants.dequantize(tensor.data if data is None else data, tensor.tensor_type)
     except NotImplementedError:
         kind = tensor.tensor_type.name
         raise UnsupportedModel(f"{tensor.name} is stored as {kind}, which edgekv does not read from GGUF.") from None
+    return np.asarray(values, dtype=np.float32)
 
 
-def _read_matrix(tensor: Any) -> BlockWeight | Float32:
+def _read_matrix(tensor: Any, data: Codes, columns: int) -> BlockWeight | Float32:
+    """Some rows of a matrix, from their bytes."""
     kind = tensor.tensor_type.name
-    if kind in _FLOATS:
-        return _to_float(tensor)
-    rows, columns = (int(size) for size in reversed(tensor.shape))
     if kind in _READERS:
-        return _READERS[kind](tensor.data.reshape(rows, -1), columns)
-    return quantize_blocks(_to_float(tensor), bits=8, group=32)
+        return _READERS[kind](data, columns)
+    if kind in _FLOATS:
+        return _to_float(tensor, data)
+    return quantize_blocks(_to_float(tensor, data), bits=8, group=32)
 
 
 def _half(raw: Codes) -> Float32:

@@ -14,9 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.weights.base import BlockWeight, Codes, Float32, SplitWeight, stack_rows
-
-_ROWS_AT_ONCE = 64 << 20  # bytes of float32 that one step may hold
+from edgekv.weights.base import BlockWeight, Codes, Float32, SplitWeight, row_blocks
 
 _quietly = np.errstate(invalid="ignore", over="ignore")  # what is not finite shows in the scale, and is refused there
 
@@ -33,9 +31,7 @@ def quantize_blocks(weight: Float32, *, bits: int, group: int) -> BlockWeight:
     codes = np.empty((rows, columns), np.uint8)
     scales = np.empty((rows, blocks_per_row), np.float32)
     zeros = np.empty((rows, blocks_per_row), np.uint8)
-    step = max(1, _ROWS_AT_ONCE // (4 * columns))
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
+    for part in row_blocks((rows, columns)):
         blocks = weight[part].reshape(-1, blocks_per_row, group)  # [n, K/group, group]
         low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
         scale = (high - low) / top
@@ -50,10 +46,7 @@ def quantize_blocks(weight: Float32, *, bits: int, group: int) -> BlockWeight:
 def split_blocks(weight: Float32, *, group: int) -> SplitWeight:
     """Hold a float matrix [N, K] as the sum of two 8-bit ones: 255 steps, and 255 steps of what they leave."""
     high = quantize_blocks(weight, bits=8, group=group)
-    step = max(1, _ROWS_AT_ONCE // (4 * weight.shape[1]))
-    parts = [np.arange(start, min(start + step, len(weight))) for start in range(0, len(weight), step)]
-    rests = (weight[rows] - high.take_rows(rows).dequantize() for rows in parts)  # one at a time
-    return SplitWeight(high, stack_rows([quantize_blocks(rest, bits=8, group=group) for rest in rests]))
+    return SplitWeight(high, quantize_blocks(weight - high.dequantize(), bits=8, group=group))
 
 
 @_quietly

@@ -7,7 +7,7 @@ chosen by `quantization_config.quant_method`. A layer without that scheme's tens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.families import spec_from_config
 from edgekv.model.spec import ModelSpec
 from edgekv.weights.awq import AWQ
-from edgekv.weights.base import Float32, Form, Matrix, Stored, take_rows
+from edgekv.weights.base import Float32, Form, Matrix, Stored, row_blocks, take_rows
 from edgekv.weights.bitsandbytes import BitsAndBytes
 from edgekv.weights.compressed_tensors import CompressedTensors
 from edgekv.weights.gptq import GPTQ
@@ -101,6 +101,19 @@ class SafetensorsSource(HubFolder):
             matrix = take_rows(matrix, np.array(place.rows))
         order = turning_first(self.spec, name)
         return matrix if order is None else take_rows(matrix, order)
+
+    def blocks(self, name: str) -> Iterator[Matrix]:
+        """See WeightSource. Integers take a quarter of what floats do and come whole."""
+        place, quantised = self._place(name)
+        if quantised is not None or (self.spec.rope.channels and name.endswith((".q", ".k"))):
+            yield self.matrix(name)
+            return
+        self._refuse_bias(name, place.module)
+        first = 0 if place.rows is None else place.rows.start
+        count = place.shape[0] if place.rows is None else len(place.rows)
+        for part in row_blocks((count, place.shape[1])):
+            rows = slice(first + part.start, first + part.stop)
+            yield self._tensors.finite(f"{place.module}.weight", place.shape, rows=rows)
 
     def _place(self, name: str) -> tuple[HubPlace, LinearScheme | None]:
         """Where a matrix lies, and its format unless it is in floats."""

@@ -7,6 +7,7 @@ has no bfloat16 and reading a shard whole would cost its size in memory. bfloat1
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterable
@@ -69,8 +70,8 @@ class TensorFiles:
         """The file and the tensor, for messages."""
         return f"{self._entry(name)[0].name}: {name}"
 
-    def raw(self, name: str, dtypes: tuple[str, ...], *shapes: Shape) -> npt.NDArray[Any]:
-        """A tensor as stored, mapped; bfloat16 as uint16.
+    def raw(self, name: str, dtypes: tuple[str, ...], *shapes: Shape, rows: slice = slice(None)) -> npt.NDArray[Any]:
+        """A tensor as stored, mapped; bfloat16 as uint16. `rows`: only these of the first dimension are mapped.
 
         Args:
             dtypes: the types it may have. shapes: the shapes it may have; none given: any.
@@ -86,18 +87,21 @@ class TensorFiles:
         shape = tuple(entry["shape"])
         if shapes and shape not in shapes:
             raise BadCheckpoint(f"{file.name}: {name} is {list(shape)}, but the config says {list(shapes[0])}.")
-        return np.memmap(file, _DTYPES[entry["dtype"]], "r", start + entry["data_offsets"][0], shape)
+        dtype = np.dtype(_DTYPES[entry["dtype"]])
+        first, last, _ = rows.indices(shape[0] if shape else 1)
+        offset = start + entry["data_offsets"][0] + first * dtype.itemsize * math.prod(shape[1:])
+        return np.memmap(file, dtype, "r", offset, (last - first, *shape[1:]) if shape else ())
 
-    def floats(self, name: str, *shapes: Shape) -> Float32:
+    def floats(self, name: str, *shapes: Shape, rows: slice = slice(None)) -> Float32:
         """A tensor of floating-point numbers, in float32; errors as in `raw`."""
-        values = self.raw(name, FLOATS, *shapes)
+        values = self.raw(name, FLOATS, *shapes, rows=rows)
         if self.dtype(name) == "BF16":
             return (values.astype(np.uint32) << 16).view(np.float32)
         return np.asarray(values.astype(np.float32))
 
-    def finite(self, name: str, *shapes: Shape) -> Float32:
+    def finite(self, name: str, *shapes: Shape, rows: slice = slice(None)) -> Float32:
         """`floats`, refused unless all are finite."""
-        values = self.floats(name, *shapes)
+        values = self.floats(name, *shapes, rows=rows)
         if not np.isfinite(values).all():
             raise BadCheckpoint(f"{self.place(name)} holds numbers that are not finite: download the model again.")
         return values

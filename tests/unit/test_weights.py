@@ -157,7 +157,7 @@ def read_raw(kind: str, data: Any, tmp_path: Path) -> tuple[BlockWeight, Any]:
     from edgekv.weights.gguf import _read_matrix
 
     (tensor,) = gguf.GGUFReader(tmp_path / "one.gguf").tensors
-    weight = _read_matrix(tensor)
+    weight = _read_matrix(tensor, tensor.data, int(tensor.shape[0]))
     assert isinstance(weight, BlockWeight)
     assert weight.shape == (ROWS, COLUMNS)
     return weight, gguf.quants.dequantize(data, Kind[kind])
@@ -327,11 +327,11 @@ def test_rounding_error(bits: int, group: int, seed: int, offset: float, size: f
 
 def test_rounding_in_parts_is_rounding_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large matrices are rounded some rows at a time, to the same codes."""
-    from edgekv.weights import quantize
+    from edgekv.weights import base
 
     weights = np.random.default_rng(0).standard_normal((37, 64)).astype(np.float32)
     whole = quantize_blocks(weights, bits=4, group=32)
-    monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", 5 * 64 * 4)
+    monkeypatch.setattr(base, "_BLOCK_BYTES", 5 * 64 * 4)
     parts = quantize_blocks(weights, bits=4, group=32)
     np.testing.assert_array_equal(parts.codes, whole.codes)
     np.testing.assert_array_equal(parts.dequantize(), whole.dequantize())

@@ -30,10 +30,12 @@ Operators: com.microsoft domain of ONNX Runtime's contrib operators, opset 21.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
@@ -78,7 +80,13 @@ _STANDARD_DOMAIN = (
 
 _BNB_TYPES = {"fp4": 0, "nf4": 1}
 
-Matrices = Callable[[str], Held]
+
+class Matrices(Protocol):
+    """Gives linear layers by name, as they are to be held."""
+
+    def __call__(self, name: str) -> Held: ...
+    def blocks(self, name: str) -> Iterator[Held]:
+        """The same matrix in blocks of rows."""
 
 
 @dataclass
@@ -97,6 +105,43 @@ class DataFile:
             file.write(raw.data)  # not tofile(): that hides why a write failed
         self.size = offset + raw.nbytes
         return offset, raw.nbytes
+
+    def reserve(self, nbytes: int) -> tuple[int, int]:
+        """Make room for a tensor that `write` fills; returns its offset and size."""
+        offset = -(-self.size // _ALIGNMENT) * _ALIGNMENT
+        self.size = offset + nbytes
+        with self.path.open("ab") as file:
+            file.truncate(self.size)
+        return offset, nbytes
+
+    def write(self, offset: int, array: np.ndarray[Any, Any]) -> int:
+        """Fill a part of what was reserved; returns the offset of what follows."""
+        raw = np.ascontiguousarray(array)
+        with self.path.open("r+b") as file:
+            file.seek(offset)
+            file.write(raw.data)
+        return offset + raw.nbytes
+
+
+@dataclass
+class _RowTensor:
+    """A tensor that is written some rows at a time."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    place: tuple[int, int]
+    end: int  # of what was written
+
+    @property
+    def kind(self) -> int:
+        """ONNX's number of its type."""
+        return int(helper.np_dtype_to_tensor_dtype(self.dtype))
+
+    @classmethod
+    def reserve(cls, data: DataFile, rows: int, first: np.ndarray[Any, Any]) -> _RowTensor:
+        """Room for `rows` rows like those of `first`."""
+        place = data.reserve(rows * first[0].nbytes)
+        return cls((rows, *first.shape[1:]), first.dtype, place, place[0])
 
 
 @dataclass(frozen=True)
@@ -130,11 +175,8 @@ class _Graph:
         return outputs[0]
 
     def constant(self, name: str, array: np.ndarray[Any, Any]) -> str:
-        """Store a tensor. Numbers that are not finite are refused here: int8 activations would hide them later."""
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise BadCheckpoint(
-                f"{name} holds numbers that are not finite: the checkpoint is damaged, download it again."
-            )
+        """Store a tensor."""
+        _require_finite(name, array)
         if array.nbytes <= _INLINE_BYTES:
             self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         else:
@@ -155,6 +197,12 @@ class _Graph:
     def output(self, name: str, dtype: int, shape: list[Any]) -> str:
         self.outputs.append(helper.make_tensor_value_info(name, dtype, shape))
         return name
+
+
+def _require_finite(name: str, array: np.ndarray[Any, Any]) -> None:
+    """What was read is finite, but a scale made of it may overflow; int8 activations would hide that later."""
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise BadCheckpoint(f"{name} is not finite: the checkpoint's numbers are too large for float32.")
 
 
 def pack_codes(weight: BlockWeight) -> Codes:
@@ -231,33 +279,48 @@ def _embedding(graph: _Graph, matrix: Matrices) -> tuple[str, _Linear]:
 
 
 def _looked_up(graph: _Graph, matrix: Matrices) -> tuple[str, _Linear]:
-    held = matrix("embed")
-    weight = held.side_by_side() if isinstance(held, SplitWeight) else held
-    assert isinstance(weight, BlockWeight)  # as every embedding is held
-    codes = pack_codes(weight)
-    place = graph.data.append(codes)
-    names = [graph.external("embed.codes", (len(codes), codes[0].size), TensorProto.UINT8, place), "ids"]
-    names.append(graph.constant("embed.scales", weight.scales))
-    zeros = pack_zeros(weight)
-    if zeros is not None:
-        names.append(graph.constant("embed.zeros", zeros))
+    codes, tied = _write_rows(graph, "embed", matrix.blocks("embed"))
+    flat = (codes.shape[0], math.prod(codes.shape[1:]))
+    names = [graph.external("embed.codes", flat, TensorProto.UINT8, codes.place), "ids", *tied.names[1:]]
     graph.node(
         "GatherBlockQuantized",
         names,
-        ["hidden" if held is weight else "hidden.halves"],
-        bits=weight.bits,
-        block_size=weight.group,
+        ["hidden.halves" if tied.repeat else "hidden"],
+        bits=tied.attributes["bits"],
+        block_size=tied.attributes["block_size"],
         gather_axis=0,
         quantize_axis=1,
     )
-    if held is not weight:
+    if tied.repeat:
         halves = ["hidden.high", "hidden.low"]
         graph.node("Split", ["hidden.halves"], halves, axis=-1, num_outputs=2)
         graph.node("Add", halves, ["hidden"])
     if graph.spec.tied_embeddings:
-        graph.external("head.codes", codes.shape, TensorProto.UINT8, place)
-    names = ["head.codes", *names[2:]]
-    return "hidden", _Linear("MatMulNBits", names, _nbits(graph, weight), repeat=held is not weight)
+        graph.external("head.codes", codes.shape, TensorProto.UINT8, codes.place)
+    return "hidden", replace(tied, names=["head.codes", *tied.names[1:]])
+
+
+def _write_rows(graph: _Graph, name: str, blocks: Iterator[Held]) -> tuple[_RowTensor, _Linear]:
+    """Write the embedding or the head, which comes in blocks of rows and is never in memory whole.
+
+    Returns the tensor of its codes, still without a place in the graph, and the layer, whose first name is that.
+    """
+    tensors: dict[str, _RowTensor] = {}
+    for block in blocks:
+        repeat = isinstance(block, SplitWeight)
+        weight = block.side_by_side() if isinstance(block, SplitWeight) else block
+        assert isinstance(weight, BlockWeight)  # as every embedding is held
+        layout, order = _nbits(graph, weight), weight.order
+        _require_finite(f"{name}.scales", weight.scales)
+        for part, array in (("codes", pack_codes(weight)), ("scales", weight.scales), ("zeros", pack_zeros(weight))):
+            if array is not None:
+                if part not in tensors:
+                    tensors[part] = _RowTensor.reserve(graph.data, graph.spec.vocab_size, array)
+                tensors[part].end = graph.data.write(tensors[part].end, array)
+    codes = tensors.pop("codes")
+    names = [graph.external(f"{name}.{part}", made.shape, made.kind, made.place) for part, made in tensors.items()]
+    attributes = layout | {"N": graph.spec.vocab_size}
+    return codes, _Linear("MatMulNBits", [f"{name}.codes", *names], attributes, order, repeat)
 
 
 def _layer(
@@ -369,13 +432,22 @@ def _head(graph: _Graph, matrix: Matrices, normed: str, tied: _Linear) -> None:
     factors = graph.spec.multipliers
     chosen = graph.node("Gather", [normed, "rows"], ["head_in"], axis=1)
     chosen = _times(graph, chosen, factors.logits / (factors.logit_softcap or 1.0), "head_in.scaled")
-    linear = tied if graph.spec.tied_embeddings else _store(graph, "head", matrix("head"))
+    linear = tied if graph.spec.tied_embeddings else _own_head(graph, matrix.blocks("head"))
     if factors.logit_softcap:
         bounded = graph.node("Tanh", [_matmul(graph, linear, chosen, "logits.raw")], ["logits.bounded"])
         _times(graph, bounded, factors.logit_softcap, "logits")
     else:
         _matmul(graph, linear, chosen, "logits")
     graph.output("logits", TensorProto.FLOAT, [1, "R", graph.spec.vocab_size])
+
+
+def _own_head(graph: _Graph, blocks: Iterator[Held]) -> _Linear:
+    first = next(blocks)
+    if not isinstance(first, BlockWeight | SplitWeight):
+        return _store(graph, "head", first)
+    codes, linear = _write_rows(graph, "head", chain([first], blocks))
+    graph.external("head.codes", codes.shape, codes.kind, codes.place)
+    return linear
 
 
 def _store(graph: _Graph, name: str, weight: Held, bias: Float32 | None = None) -> _Linear:
