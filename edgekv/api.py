@@ -152,6 +152,8 @@ def threads_of(options: LoadOptions) -> int:
 
 def open_text(model: ConvertedModel) -> tuple[Tokenizer, ChatFormat | None]:
     """A model's tokenizer and, if it has a template, its chat format."""
+    if not (model.folder / TOKENIZER).exists():
+        raise BadCheckpoint(f"{model.folder} has no tokenizer: copy the model's tokenizer.json into it.")
     tokenizer = Tokenizer.from_file(model.folder / TOKENIZER)
     template = model.folder / TEMPLATE
     if not template.exists():

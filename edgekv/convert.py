@@ -44,6 +44,7 @@ class ConvertReport:
     model: ConvertedModel
     seconds: float
     peak_rss_bytes: int
+    missing_tokenizer: str  # why there is none, and what to do; empty: there is
     max_weight_error: float  # largest relative error of a rounded layer; 0 when all integers were kept
 
     def __str__(self) -> str:
@@ -69,7 +70,8 @@ def convert(
     """Convert a GGUF file or a folder of safetensors.
 
     Args:
-        source_path: what to read. out: the directory to make; an earlier model directory there is replaced.
+        source_path: what to read; without a tokenizer it becomes a model that runs on token ids only.
+        out: the directory to make; an earlier model directory there is replaced.
         name, sampling, system: written into the description, for the chat's defaults.
         sha256: gives a file's hash; a caller that knows some saves reading them again.
 
@@ -88,7 +90,7 @@ def convert(
     source = open_source(source_path)
     holder = _Holder(source, options)
     with atomic_directory(out) as folder:
-        texts = source.tokenizer()
+        texts = TokenizerFiles("", None, "", "") if source.missing_tokenizer else source.tokenizer()
         _write_text_files(texts, folder)
         _write_graph(source, holder, folder, progress)
         size = (folder / DATA).stat().st_size
@@ -96,7 +98,9 @@ def convert(
         described = replace(description, name=name or out.name, sampling=sampling or {}, system=system)
         made_from = replace(described, source=str(source_path.resolve()), holding=_changes(options))
         write_description(folder, replace(made_from, graph_sha256=sha256_file(folder / GRAPH)))
-    return ConvertReport(open_converted(out), time.perf_counter() - started, peak_rss_bytes(), holder.max_error)
+    seconds = time.perf_counter() - started
+    missing = source.missing_tokenizer
+    return ConvertReport(open_converted(out), seconds, peak_rss_bytes(), missing, holder.max_error)
 
 
 def reopen(model: ConvertedModel, source_path: Path) -> tuple[WeightSource, Callable[[str], Held]]:
@@ -161,7 +165,8 @@ class _Holder:
 
 
 def _write_text_files(texts: TokenizerFiles, folder: Path) -> None:
-    (folder / TOKENIZER).write_text(texts.tokenizer_json, "utf-8")
+    if texts.tokenizer_json:
+        (folder / TOKENIZER).write_text(texts.tokenizer_json, "utf-8")
     if texts.chat_template:
         (folder / TEMPLATE).write_text(texts.chat_template, "utf-8")
 
@@ -193,6 +198,7 @@ def _describe(
         bos_token=texts.bos_token,
         eos_token=texts.eos_token,
         add_bos=texts.add_bos,
+        tokenizer=bool(texts.tokenizer_json),
     )
 
 

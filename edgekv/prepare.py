@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.convert import convert
-from edgekv.errors import ModelNotFound, ScalesError
+from edgekv.errors import BadCheckpoint, ModelNotFound, ScalesError
 from edgekv.files import atomic_file, exclusive, folder_size, remove_leftovers
 from edgekv.identity import Record, content_key, records
 from edgekv.kv.scales import KVScales, read_scales, scales_name
@@ -160,8 +160,10 @@ def _prepare_source(path: Path, home: Path, watch: Watch) -> ConvertedModel:
     before = home / "models" / record.conversion
     if record.conversion and is_converted(before) and record.is_current(path):
         return open_converted(before)
-    weights = [Path(file) for file in open_source(path).files]
-    key = content_key(path, weights, record, watch.progress)
+    source = open_source(path)
+    if source.missing_tokenizer:
+        raise BadCheckpoint(source.missing_tokenizer)
+    key = content_key(path, map(Path, source.files), record, watch.progress)
     folder = next((home / "models").glob(f"*-{key}"), home / "models" / f"{path.resolve().stem}-{key}")
     with _making(folder, home, watch) as missing:
         if missing:

@@ -27,6 +27,8 @@ def command(source: Path, out: Path, **values: Any) -> None:
     with render.progress_bar() as report:
         done = convert(source, out, options, progress=report)
     render.say(f"{out}: {done}")
+    if done.missing_tokenizer:
+        render.note(f"The model runs on token ids only. {done.missing_tokenizer}")
     if options.lossy:
         from edgekv.api import open_engine
         from edgekv.lossy import measured_loss

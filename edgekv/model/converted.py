@@ -44,6 +44,7 @@ class Description:
     graph_sha256: str = ""  # of the graph that was written; empty: made before edgekv noted it, or another maker's
     bos_token: str = ""
     eos_token: str = ""
+    tokenizer: bool = True  # whether the source had one
     add_bos: bool = False  # whether the tokenizer puts BOS before plain text
     sampling: dict[str, float] = field(default_factory=dict)  # the maker's recommendation
     system: str = ""  # the system prompt of `edgekv chat`, unless another is given
@@ -122,7 +123,8 @@ def open_converted(folder: Path) -> ConvertedModel:
         raise BadCheckpoint(f"{path} cannot be read ({error}): convert the model again, or delete {folder}.") from None
     model = ConvertedModel(folder, description)
     _check_place(model) if model.is_foreign else _check_data(model)
-    for name in (TOKENIZER,) if model.is_foreign else (GRAPH, TOKENIZER):
+    needed = [TOKENIZER] * description.tokenizer + [GRAPH] * (not model.is_foreign)
+    for name in needed:
         if not (folder / name).is_file():
             raise BadCheckpoint(f"{folder} has no {name}: convert the model again, or delete it.")
     return model

@@ -233,10 +233,13 @@ def form_of(weight: Held) -> Form:
     return Form(weight.kind, 4, weight.block) if isinstance(weight, Bnb4Weight) else Form("float")
 
 
-def matrix_names(spec: ModelSpec) -> list[str]:
-    """The names of all matrices of a model, the embedding first."""
-    layers = [f"{layer}.{part}" for layer in range(spec.num_layers) for part in MATRIX_PARTS]
-    return ["embed", *layers, *["head"] * (not spec.tied_embeddings)]
+def matrix_names(spec: ModelSpec) -> Iterator[str]:
+    """The names of all matrices of a model, the embedding first; one by one, as a damaged config may claim billions."""
+    yield "embed"
+    for layer in range(spec.num_layers):
+        yield from (f"{layer}.{part}" for part in MATRIX_PARTS)
+    if not spec.tied_embeddings:
+        yield "head"
 
 
 def take_rows(weight: Matrix, rows: Order) -> Matrix:
@@ -326,6 +329,10 @@ class WeightSource(Protocol):
         """A norm's factors or a bias."""
 
     def tokenizer(self) -> TokenizerFiles: ...
+    @property
+    def missing_tokenizer(self) -> str:
+        """Why `tokenizer` would refuse, and what to do about it; empty if there is one. The weights can do without."""
+
     @property
     def has_template(self) -> bool:
         """Whether there is a chat template; `tokenizer` reads it."""

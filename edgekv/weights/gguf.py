@@ -154,6 +154,11 @@ class GGUFSource:
         )
 
     @property
+    def missing_tokenizer(self) -> str:
+        """A GGUF file always has one."""
+        return ""
+
+    @property
     def has_template(self) -> bool:
         """See WeightSource."""
         return "tokenizer.chat_template" in self._reader.fields
@@ -274,17 +279,6 @@ def _whole_file_reader() -> Any:
             return items
 
     return Reader
-
-
-def _is_of(kind: type, value: Any) -> bool:
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
-
-
-def _gguf_name(name: str) -> str:
-    layer, _, part = name.rpartition(".")
-    return f"blk.{layer}.{_NAMES[part]}" if layer else _TOP_NAMES[part]
 
 
 def _to_float(tensor: Any, data: Codes | None = None) -> Float32:

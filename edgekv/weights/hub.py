@@ -10,6 +10,10 @@ from edgekv.errors import BadCheckpoint
 from edgekv.weights.base import TokenizerFiles
 
 
+_OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
+"""SentencePiece's, GPT-2's and Mistral's files."""
+
+
 class HubFolder:
     """The small files beside the weights."""
 
@@ -19,10 +23,8 @@ class HubFolder:
     def tokenizer(self) -> TokenizerFiles:
         """tokenizer.json as it lies in the folder, with the template and special tokens of tokenizer_config.json."""
         path = self.folder / "tokenizer.json"
-        if not path.exists():
-            raise BadCheckpoint(
-                f"{self.folder} has no tokenizer.json: copy the model's tokenizer files beside its weights."
-            )
+        if self.missing_tokenizer:
+            raise BadCheckpoint(self.missing_tokenizer)
         config = self._json("tokenizer_config.json", optional=True)
         text, bos = _text(path), _token_text(config.get("bos_token"))
         return TokenizerFiles(
@@ -31,6 +33,20 @@ class HubFolder:
             bos_token=bos,
             eos_token=_token_text(config.get("eos_token")),
             add_bos=_adds_bos(path, text, bos),
+        )
+
+    @property
+    def missing_tokenizer(self) -> str:
+        """See WeightSource. Tokenizers in older forms are told of with the line that makes the file of them."""
+        if (self.folder / "tokenizer.json").exists():
+            return ""
+        older = next((name for name in _OLDER_TOKENIZERS if (self.folder / name).exists()), "")
+        if not older:
+            return f"{self.folder} has no tokenizer.json: copy the model's tokenizer files beside its weights."
+        return (
+            f'{self.folder} has {older} but no tokenizer.json: where transformers is installed, `python -c "from '
+            f"transformers import AutoTokenizer as T; T.from_pretrained('{self.folder}')"
+            f".save_pretrained('{self.folder}')\"` makes it."
         )
 
     @property

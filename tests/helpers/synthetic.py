@@ -80,7 +80,7 @@ def write_gguf(size: Size, folder: Path) -> int:
         writer.add_uint32(f"llama.{name}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_string("tokenizer.ggml.model", "gpt2")
-    writer.add_array("tokenizer.ggml.tokens", [f"t{n}" for n in range(size.vocab)])
+    writer.add_array("tokenizer.ggml.tokens", ["t", "1", "t1", *(f"x{n}" for n in range(size.vocab - 3))])
     writer.add_array("tokenizer.ggml.merges", ["t 1"])
     largest = 0
     names = dict(

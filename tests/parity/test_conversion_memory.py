@@ -38,7 +38,7 @@ def watch():
         peak = max(peak, status()[0])
         time.sleep(0.005)
 
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 started = time.perf_counter()
 convert(Path(sys.argv[1]), Path(sys.argv[2]))

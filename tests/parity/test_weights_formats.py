@@ -22,14 +22,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from helpers.published import AWQ, GPTQ, Bnb, Packed, Published, State, copy_fixture, dequantised_checkpoint
+from helpers.checkpoints import DATA
+from helpers.published import AWQ, GPTQ, Bnb, Packed, Published, State, dequantised_checkpoint
 from helpers.reference import relative_errors, transformers_model
 from transformers import AutoConfig
 
 from edgekv.convert import convert
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.kv.spec import KVSpec
-from edgekv.model.converted import ConvertedModel
+from edgekv.model.converted import TOKENIZER, ConvertedModel
 
 EXACT = 1e-3
 SAME_TOOL = 3e-2
@@ -119,9 +120,13 @@ def check(
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_checkpoints_of_real_tools(name: str, tmp_path: Path, open_onnx: OpenEngine) -> None:
-    """Case C23: zero points of GPTQ v1 and v2; case C24: act-order. The scheme tells people what it was."""
-    source = copy_fixture(name, tmp_path / "source")
-    converted = convert(source, tmp_path / "model").model
+    """Case C23: zero points of GPTQ v1 and v2; case C24: act-order. The scheme tells people what it was. Those that
+    bitsandbytes wrote have no tokenizer: they run on ids."""
+    source = DATA / name
+    report = convert(source, tmp_path / "model")
+    converted = report.model
+    assert (tmp_path / "model" / TOKENIZER).exists() == converted.description.tokenizer == ("bnb" not in name)
+    assert ("no tokenizer.json" in report.missing_tokenizer) == ("bnb" in name)
     found = check(source, dequantised_checkpoint(source), converted, open_onnx)
     theirs = np.load(source / "ref_logits.npy").reshape(found.shape)
     assert relative_errors(found, theirs).max() < (EXACT if "bnb" in name else SAME_TOOL)

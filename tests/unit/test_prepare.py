@@ -18,10 +18,12 @@ import pytest
 from conftest import TinyModels
 
 from edgekv import prepare as module
+from edgekv.api import open_text
+from edgekv.convert import convert
 from edgekv.errors import BadCheckpoint, ModelNotFound, ScalesError
 from edgekv.kv.scales import DEFAULT_NAME, KVScales, Provenance, scales_name, write_scales
 from edgekv.model import catalog
-from edgekv.model.converted import ConvertedModel
+from edgekv.model.converted import ConvertedModel, open_converted
 from edgekv.prepare import Watch, find_scales, prepare
 
 Calls = list[Path]
@@ -185,59 +187,92 @@ def test_a_damaged_record_is_as_none(source: Path, tmp_path: Path, content: str,
     assert len(conversions) == 1
 
 
+@pytest.mark.parametrize("older", ["", "tokenizer.model", "vocab.json"])
+def test_a_source_without_a_tokenizer(source: Path, tmp_path: Path, older: str, conversions: Calls) -> None:
+    """Refused before anything is converted, as nobody could talk to it; with the line that makes it, if that exists."""
+    (source / "tokenizer.json").unlink()
+    if older:
+        (source / older).write_text("{}")
+    wanted = rf"has {older} but no .*AutoTokenizer.*save_pretrained" if older else "no tokenizer.json: copy"
+    with pytest.raises(BadCheckpoint, match=wanted):
+        prepare(str(source), home=tmp_path / "home")
+    assert conversions == []
+
+
+def test_a_model_without_a_tokenizer(source: Path, tmp_path: Path) -> None:
+    """Converted by hand it opens, and is refused where text is needed, until there is a tokenizer."""
+    tokenizer = (source / "tokenizer.json").read_bytes()
+    (source / "tokenizer.json").unlink()
+    model = convert(source, tmp_path / "model").model
+    assert not open_converted(model.folder).description.tokenizer
+    with pytest.raises(BadCheckpoint, match=r"no tokenizer: copy the model's tokenizer\.json into it"):
+        open_text(model)
+    (model.folder / "tokenizer.json").write_bytes(tokenizer)
+    assert open_text(model)[0].encode("a")
+
+
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 PREPARE = """
 import sys, time
 from pathlib import Path
 from edgekv import prepare as module
-watch = module.Watch(lambda stage, done, total: time.sleep(float(sys.argv[3]) * stage.startswith("layer")),
-                     lambda sentence: print(sentence, flush=True))
+
+def progress(stage, done, total):
+    while stage.startswith("layer") and not Path(sys.argv[3]).exists():
+        time.sleep(0.02)
+
+watch = module.Watch(progress, lambda sentence: print(sentence, flush=True))
 print("model", module.prepare(sys.argv[1], home=Path(sys.argv[2]), watch=watch).folder, flush=True)
 """
 
 
-def start(source: Path, home: Path, delay: float) -> subprocess.Popen[str]:
-    """A process that prepares, and waits so long at each layer."""
-    command = [sys.executable, "-c", PREPARE, str(source), str(home), str(delay)]
+def start(source: Path, home: Path, go: Path) -> subprocess.Popen[str]:
+    """A process that prepares, and does not leave the first layer before the file `go` is there."""
+    command = [sys.executable, "-c", PREPARE, str(source), str(home), str(go)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def wait_for(pattern: str, folder: Path) -> None:
     """Until a file appears."""
-    for _ in range(600):
+    for _ in range(4000):
         if list(folder.glob(pattern)):
             return
         time.sleep(0.05)
     raise AssertionError(f"no {pattern} in {folder}")
 
 
+def start_two(source: Path, home: Path, go: Path) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """One that converts, and one that has said that it waits."""
+    first = start(source, home, go)
+    wait_for("models/.tiny-*.part/model.onnx.data", home)
+    second = start(source, home, go)
+    assert second.stdout is not None
+    assert second.stdout.readline().startswith("Another edgekv process is making tiny-")
+    return first, second
+
+
 def test_a_second_process_waits_for_the_first(source: Path, tmp_path: Path) -> None:
     """Two at once: one converts, the other says that it waits and then takes the same model."""
-    home = tmp_path / "home"
-    first = start(source, home, 1.5)
-    wait_for("models/.tiny-*.part/model.onnx.data", home)
-    second = start(source, home, 0)
-    lines = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
-    assert lines[0][-1] == lines[1][-1]
-    assert lines[0][-1].startswith(f"model {home}")
-    assert "held as int4/32, int8/32" in lines[0][0]
-    assert lines[1][0].startswith("Another edgekv process is making tiny-")
-    assert len(lines[1]) == 2
+    home, go = tmp_path / "home", tmp_path / "go"
+    processes = start_two(source, home, go)
+    go.touch()
+    made, found = (process.communicate(timeout=200)[0].splitlines() for process in processes)
+    assert "held as int4/32, int8/32" in made[0]
+    assert made[1:] == found
+    assert found[0].startswith(f"model {home}")
 
 
 def test_a_killed_process_blocks_nobody(source: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a conversion, with another process waiting: that one converts, and clears away what the
     first one left."""
-    home = tmp_path / "home"
-    first = start(source, home, 60)
-    wait_for("models/.tiny-*.part/model.onnx.data", home)
-    second = start(source, home, 0)
-    assert second.stdout is not None
-    assert second.stdout.readline().startswith("Another edgekv process")
+    home, go = tmp_path / "home", tmp_path / "go"
+    first, second = start_two(source, home, go)
     first.kill()
-    first.communicate(timeout=60)
-    lines = second.communicate(timeout=60)[0].splitlines()
+    first.communicate(timeout=200)
+    go.touch()
+    lines = second.communicate(timeout=200)[0].splitlines()
+    assert "held as int4/32, int8/32" in lines[0]
     assert lines[-1].startswith("model ")
     assert [name for name in os.listdir(home / "models") if name.startswith(".")] == []
 
