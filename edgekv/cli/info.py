@@ -15,7 +15,7 @@ from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 from edgekv.model import catalog
 from edgekv.model.converted import TEMPLATE, ConvertedModel, is_converted, open_converted
 from edgekv.model.foreign import ForeignFolder, find_foreign, folder_name, is_current
-from edgekv.model.spec import ModelSpec
+from edgekv.model.spec import ModelSpec, RopeSpec
 from edgekv.units import format_bytes
 from edgekv.weights.base import Form, Stored
 
@@ -63,16 +63,26 @@ def _list_models(home: Path) -> None:
 
 
 def _spec_rows(spec: ModelSpec) -> Rows:
-    rope = spec.rope.kind if spec.rope.kind == "default" else f"{spec.rope.kind} x{spec.rope.factor:g}"
     return [
         ["family", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}"],
         ["heads", f"{spec.num_heads} query / {spec.num_kv_heads} key-value heads of {spec.head_dim}"],
-        ["RoPE", f"{rope}, theta {spec.rope.theta:g}"],
+        *[["RoPE", _rope_line(rope)] for rope in spec.ropes],
         ["context", f"{spec.max_context} tokens"],
-        ["windows", "none: every layer sees the whole context"],
+        ["windows", _windows_line(spec)],
         ["output head", "the embedding (tied)" if spec.tied_embeddings else "its own"],
         ["end of text", ", ".join(map(str, spec.eos_ids)) or "none"],
     ]
+
+
+def _rope_line(rope: RopeSpec) -> str:
+    kind = rope.kind if rope.factor == 1 else f"{rope.kind} x{rope.factor:g}"
+    return f"{kind}, theta {rope.theta:g}"
+
+
+def _windows_line(spec: ModelSpec) -> str:
+    counts = Counter(window for window in spec.windows if window)
+    told = [f"{window} tokens in {count} of {spec.num_layers} layers" for window, count in sorted(counts.items())]
+    return ", ".join(told) or "none: every layer sees the whole context"
 
 
 def _converted_rows(model: ConvertedModel) -> Rows:

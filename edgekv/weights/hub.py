@@ -9,7 +9,6 @@ from typing import Any
 from edgekv.errors import BadCheckpoint
 from edgekv.weights.base import TokenizerFiles
 
-
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 """SentencePiece's, GPT-2's and Mistral's files."""
 
