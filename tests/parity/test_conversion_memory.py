@@ -58,8 +58,8 @@ def measured(write: Write, size: Size, folder: Path) -> tuple[int, dict[str, flo
     found = json.loads(done.stdout.splitlines()[-1])
     stored = sum(file.stat().st_size for file in (folder / "source").iterdir())
     print(
-        f"\n{write.__name__}, vocabulary {size.vocab}: {stored / 1e9:.1f} GB, largest tensor {largest / MEGA:.0f} MB, extra "
-        f"{found['anonymous'] / MEGA:.0f} MB anonymous ({found['anonymous'] / largest:.2f}x), "
+        f"\n{write.__name__}, vocabulary {size.vocab}: {stored / 1e9:.1f} GB, largest tensor {largest / MEGA:.0f} MB, "
+        f"extra {found['anonymous'] / MEGA:.0f} MB anonymous ({found['anonymous'] / largest:.2f}x), "
         f"{found['resident'] / MEGA:.0f} MB resident ({found['resident'] / largest:.2f}x), {found['seconds']:.0f} s"
     )
     return largest, found
