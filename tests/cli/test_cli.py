@@ -77,6 +77,29 @@ def test_a_conversation_through_a_pipe(chat_model: ConvertedModel, tmp_path: Pat
     assert [message["content"] for message in json.loads(saved.read_text())["messages"]][:1] == ["One"]
 
 
+def test_a_conversation_goes_on_in_another_process(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """--session begins and goes on, --continue takes the newest; `sessions` lists, shows and deletes; a session with
+    another dtype is refused with the reason, and --reread takes its words."""
+    usual = ("chat", chat_model.folder, "--context", 256, "--max-new-tokens", 4)
+    first = edgekv(*usual, "--session", "talk", stdin="One\nTwo\n", home=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = edgekv(*usual, "--continue", stdin="Three\n/stats\n", home=tmp_path)
+    assert "[going on with talk: 2 questions so far]" in second.stderr
+    found = re.search(r"last prompt +\d+ tokens: (\d+) reused, (\d+) read", second.stdout)
+    assert found
+    reused, read = map(int, found.groups())
+    assert read < 40 < reused
+    assert re.search(r"talk +\d{4}-\d\d-\d\d .* 7? ", edgekv("sessions", "list", home=tmp_path).stdout)
+    words = edgekv("sessions", "show", "talk", home=tmp_path).stdout
+    assert re.findall(r"user: (\w+)", words) == ["One", "Two", "Three"]
+    float_cache = (*usual, "--session", "talk", "--kv-dtype", "float")
+    assert "another KV dtype: int8, not float" in refused(edgekv(*float_cache, stdin="Four\n", home=tmp_path))
+    assert edgekv(*float_cache, "--reread", stdin="Four\n", home=tmp_path).returncode == 0
+    assert edgekv("sessions", "rm", "talk", home=tmp_path).returncode == 0
+    assert "No saved conversations" in edgekv("sessions", "list", home=tmp_path).stderr
+    assert "no saved conversation with" in refused(edgekv(*usual, "--continue", stdin="x", home=tmp_path))
+
+
 def test_stats_show_that_only_new_tokens_are_read(chat_model: ConvertedModel) -> None:
     """The second turn reuses the whole cached prefix."""
     result = edgekv(

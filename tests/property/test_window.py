@@ -166,3 +166,29 @@ def test_no_window_is_refused(pinned: int, stride: int) -> None:
     """Pinned tokens that leave less than a stride of window."""
     with pytest.raises(InvalidOption):
         Window(64, stride, pinned)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(4, 80), st.integers(1, 20), st.integers(0, 16), st.integers(0, 300),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 6)), max_size=40), st.data(),
+)  # fmt: skip
+def test_no_marker_is_split(
+    capacity: int, stride: int, pinned: int, evicted: int, gaps: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """An eviction never ends inside of what the template wrote as one; without markers it ends where it always did.
+    At least the stride leaves, and at most twice it or the marker that would be split."""
+    stride, pinned = min(stride, capacity), min(pinned, capacity - min(stride, capacity))
+    state = Window(capacity, stride, pinned, capacity, evicted)
+    spans, at = [], 0
+    for gap, size in gaps:
+        spans.append((at + gap, at + gap + size))
+        at += gap + size
+    turns = [start for start, _ in spans if data.draw(st.booleans())]
+    plain, move = state.next_move(turns), state.next_move(turns, spans)
+    cut = pinned + evicted + move.count
+    inside = [(start, end) for start, end in spans if start < cut < end]
+    assert not inside or move.count == capacity - pinned, "only the cache's end is nearer than the marker's"
+    assert plain.count <= move.count <= plain.count + 6
+    split = [span for span in spans if span[0] < pinned + evicted + plain.count < span[1]]
+    assert (move == plain) == (not split)

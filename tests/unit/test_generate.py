@@ -426,3 +426,67 @@ def test_a_warm_turn_equals_a_restart(turns: list[tuple[str, str]], stride: int)
     list(chat_over(cold).stream(messages, GREEDY, "window"))
     assert list(cold.tokens) == list(warm.tokens)
     assert cold.evicted == warm.evicted
+
+
+def test_evictions_say_which_turns_they_are_from() -> None:
+    """Every event names the messages that lose tokens, by the test's own count of who is where; Usage has them all."""
+    starts = (0, 4, 21, 40, 75, 90, 118)
+    engine = FakeEngine(KVSpec(64, sinks=4, stride=8), SPEC)
+    sampling = SamplingOptions(temperature=0.0, max_new_tokens=90)
+    prompt = request(120, turn_starts=starts, eos_ids=frozenset())
+    events, timeline = run(engine, prompt, sampling)
+    oldest, seen = 4, set()
+    for event in events:
+        if isinstance(event, Evicted):
+            owners = {
+                max(i for i, start in enumerate(starts) if start <= n) for n in range(oldest, oldest + event.tokens)
+            }
+            assert set(event.turns) == owners
+            oldest, seen = oldest + event.tokens, seen | owners
+    assert events[-1].usage.evicted_turns == tuple(sorted(seen))  # type: ignore[union-attr]
+    assert seen == {1, 2, 3, 4, 5, 6}
+    assert oldest == 4 + timeline.window.evicted
+
+
+class Clock:
+    """Time that a test moves: a step at every look."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s, self.step_s = 0.0, step_s
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+@pytest.mark.parametrize("limit_s", [0.5, 2.5, 4.5, 9.5, 30.5])
+def test_a_time_limit_ends_an_answer_anywhere(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> None:
+    """While the prompt is read or between two tokens: the reason is "time", and the cache holds what was shown."""
+    monkeypatch.setattr("edgekv.generate.time.perf_counter", Clock(1.0))
+    prompt = request(3 * PREFILL_STEP + 5)
+    events, timeline = run(says(SAID, capacity=2048), prompt, SamplingOptions(temperature=0.0, max_seconds=limit_s))
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.finish_reason == "time"
+    assert finished.text == text_of(events) == SAID[: len(finished.text)]
+    assert (finished.text == "") == (limit_s < 4)
+    assert timeline.tokens == [*prompt.tokens, *TOKENIZER.encode(SAID)][: len(timeline.tokens)]
+    assert (len(timeline.tokens) >= len(prompt.tokens)) == (limit_s > 4)
+
+
+def test_an_edit_costs_at_most_a_stride_of_context() -> None:
+    """Behind evictions: after an undo the next prompt finds a cache that is at most one stride emptier than an eviction
+    leaves it, or is read afresh; a retry of the same size reads nothing but itself."""
+    kv = KVSpec(640, sinks=4, stride=80)
+    ids = [3 + number % 500 for number in range(1500)]
+    for keep in range(900, 1500, 50):
+        engine = FakeEngine(kv, SPEC)
+        timeline = Timeline(engine)
+        timeline.append(ids)
+        tokens = [*ids[:keep], *range(600, 610)]
+        kept = timeline.rewind(tokens, 4)
+        timeline.append(tokens[kept:])
+        assert kept in (0, keep)
+        assert engine.length >= kv.capacity - 3 * kv.stride
+        if keep == 1450:
+            assert kept == keep
