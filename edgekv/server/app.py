@@ -47,7 +47,8 @@ class Service:
         call = await self._call(request, chat_call)
         sampling = self._timed(call.sampling)
         if call.forced:
-            sampling |= forced_call(self._style, call.tools, call.forced)
+            token_id = self.runtime.runtime.chat_state.tokenizer.token_id
+            sampling |= forced_call(self._style, call.tools, call.forced, token_id)
         dialogue = self._dialogues.of(call.session_id, sampling.get("seed"))
         ask = partial(self.runtime.stream, call.messages, tools=call.tools, dialogue=dialogue, **sampling)
         names = {tool["function"]["name"] for tool in call.tools}

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 Style = Literal["hermes", "llama"]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CallParser(Protocol):
 
 def style_of(template_source: str) -> Style:
     """The manner that a chat template teaches."""
-    return "hermes" if _OPEN in template_source else "llama"
+    return "hermes" if OPEN in template_source else "llama"
 
 
 def call_parser(style: Style, names: Collection[str]) -> CallParser:
@@ -54,10 +54,10 @@ class HermesParser:
 
     def put(self, text: str) -> Iterator[str | ToolCall]:
         self._held += text
-        while (at := self._held.find(_CLOSE if self._inside else _OPEN)) >= 0:
+        while (at := self._held.find(CLOSE if self._inside else OPEN)) >= 0:
             yield from self._upto(at)
         if not self._inside:
-            keep = _possible_beginning(self._held, _OPEN)
+            keep = _possible_beginning(self._held, OPEN)
             passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
             yield from [passed] if passed else []
 
@@ -65,17 +65,17 @@ class HermesParser:
         held, self._held = self._held, ""
         if self._inside:  # small models forget the closing tag
             call = _as_call(held, "arguments", self._names)
-            yield call if call is not None else _OPEN + held
+            yield call if call is not None else OPEN + held
         elif held:
             yield held
 
     def _upto(self, at: int) -> Iterator[str | ToolCall]:
         """Give what stands before the tag at `at`, and step over the tag."""
-        before, tag = self._held[:at], _CLOSE if self._inside else _OPEN
+        before, tag = self._held[:at], CLOSE if self._inside else OPEN
         self._held = self._held[at + len(tag) :]
         if self._inside:
             call = _as_call(before, "arguments", self._names)
-            yield call if call is not None else _OPEN + before + _CLOSE
+            yield call if call is not None else OPEN + before + CLOSE
         elif before:
             yield before
         self._inside = not self._inside

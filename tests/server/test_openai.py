@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import time
@@ -210,6 +211,24 @@ class TestTools:
         assert hidden is not None
         assert told is not None
         assert bare.prompt_tokens == hidden.prompt_tokens < told.prompt_tokens
+
+
+def test_a_call_between_tags_that_are_tokens(tmp_path: Path) -> None:
+    """As in Qwen's vocabularies: each tag is one added token, which is text."""
+    source = tmp_path / "published"
+    shutil.copytree(Path(__file__).parents[1] / "data" / "llama-fp16", source)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    for number, tag in ((900, "<tool_call>"), (901, "</tool_call>")):
+        (old,) = [text for text, value in tokenizer["model"]["vocab"].items() if value == number]
+        tokenizer["model"]["vocab"][tag] = tokenizer["model"]["vocab"].pop(old)
+        token = tokenizer["added_tokens"][0] | {"id": number, "content": tag, "special": False}
+        tokenizer["added_tokens"].append(token)
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    model = make_chat_model(source, tmp_path / "made", HERMES)
+    with serving(model.folder, context=2048) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        reply = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required")
+        (call,) = reply.choices[0].message.tool_calls or []
+        assert call.function.name == "look"
 
 
 def test_a_call_in_llamas_manner(tmp_path: Path) -> None:
