@@ -9,9 +9,9 @@ from pathlib import Path
 from edgekv import device as hardware
 from edgekv.about import about
 from edgekv.device import Device
-from edgekv.engines import EngineName
+from edgekv.engines import EngineName, choose
 from edgekv.engines.onnx import native
-from edgekv.kv.plan import Footprint, Plan, PlanRequest, make_plan
+from edgekv.kv.plan import RUNTIME_BYTES, TORCH_RUNTIME_BYTES, Footprint, Plan, PlanRequest, make_plan
 from edgekv.kv.spec import MIN_CAPACITY, Granularity, KVDtype, KVSpec
 from edgekv.model.catalog import home as cache_home
 from edgekv.model.converted import ConvertedModel
@@ -49,20 +49,29 @@ def plan_for(model: ConvertedModel, options: LoadOptions) -> Plan:
     Raises:
         MemoryBudgetError, InvalidOption: see `edgekv.kv.plan.make_plan`.
     """
-    footprint = Footprint.of(model.spec, model.description.weight_bytes)
+    footprint = footprint_of(model, options)
     return make_plan(model.spec, footprint, plan_request(model.spec, options), budget(options))
+
+
+def footprint_of(model: ConvertedModel, options: LoadOptions) -> Footprint:
+    """What the weights of a converted model take in the engine that serves these options."""
+    if choose(options.engine, options.device, options.kv_dtype).name == "torch":
+        return Footprint.in_torch(model.spec, model.description.weight_bytes, options.device)
+    return Footprint.of(model.spec, model.description.weight_bytes)
 
 
 def plan_request(spec: ModelSpec, options: LoadOptions) -> PlanRequest:
     """The part of the options that the plan is about."""
+    torch = choose(options.engine, options.device, options.kv_dtype).name == "torch"
     return PlanRequest(
         options.kv_dtype,
         options.granularity,
         options.context,
         options.sinks,
         options.stride,
-        rings=options.engine != "torch"
-        and native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
+        torch=torch,
+        runtime_bytes=TORCH_RUNTIME_BYTES if torch else RUNTIME_BYTES,
+        rings=not torch and native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
     )
 
 

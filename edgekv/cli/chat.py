@@ -178,7 +178,8 @@ class ChatLoop:
         plan = self.runtime.plan
         render.note(
             f"{self.runtime.model.description.name}, {plan.kv.capacity} tokens of {plan.kv.dtype} cache, "
-            f"{format_bytes(plan.total_bytes)} in all. /help lists commands, Ctrl-D leaves."
+            f"{format_bytes(plan.total_bytes)} in all, {self.runtime.engine_choice}. "
+            "/help lists commands, Ctrl-D leaves."
         )
 
     def _guarded(self, action: Any) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from edgekv.cli import render
+from edgekv.engines import choose
 from edgekv.errors import ScalesError
 from edgekv.kv.scales import KVScales, read_scales
 from edgekv.kv.spec import MIN_CAPACITY, KVSpec
@@ -94,6 +95,7 @@ def _converted_rows(model: ConvertedModel) -> Rows:
         ["held as", f"{description.scheme} (bits/block), {format_bytes(description.weight_bytes)}"],
         ["chat template", _template_line((model.folder / TEMPLATE).exists())],
         ["fingerprint", model.fingerprint],
+        ["engine", str(choose("auto", "cpu", "int8"))],
         ["attention", _attention_line(model.spec)],
         *[["KV scales", _scales_line(path, model)] for path in sorted(model.folder.glob("kv_scales*.safetensors"))],
     ]

@@ -18,7 +18,7 @@ from edgekv.model import catalog
 from edgekv.model.converted import is_converted, open_converted
 from edgekv.model.families import spec_from_config
 from edgekv.model.spec import ModelSpec
-from edgekv.options import LoadOptions, budget, plan_request
+from edgekv.options import LoadOptions, budget, footprint_of, plan_request
 
 ALTERNATIVES: tuple[KVDtype, ...] = ("int4", "int8", "fp16", "float")
 
@@ -49,7 +49,7 @@ def _resolve(model: str, options: LoadOptions) -> tuple[ModelSpec, Footprint]:
     folder = catalog.home(None if options.home is None else Path(options.home)) / "models" / model if known else path
     if is_converted(folder):
         converted = open_converted(folder)
-        return converted.spec, Footprint.of(converted.spec, converted.description.weight_bytes)
+        return converted.spec, footprint_of(converted, options)
     if known:
         raise ModelNotFound(f"{model} has not been converted yet: run `edgekv chat {model}` once.")
     config = path / "config.json" if path.is_dir() else path

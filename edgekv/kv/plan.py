@@ -31,6 +31,12 @@ has been looked up. Measured 2026-11-29 on Linux x86-64 with onnxruntime 1.32.0 
 short text."""
 
 
+TORCH_RUNTIME_BYTES = 710 * MIB
+"""Python, torch, transformers (244 MiB when imported), the pages of the source that have been read, and the largest
+matrices while they are unpacked. Measured 2026-11-29 on the default model: its peak, 1236 MiB, less the other lines.
+The CUDA context and captured graph of a GPU are still to be measured."""
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What a model's weights take, known exactly from a converted model or estimated from a config."""
@@ -53,6 +59,15 @@ class Footprint:
         total = int(layers + embedding * (1 if spec.tied_embeddings else 2))
         return replace(cls.of(spec, total), exact=False)
 
+    @classmethod
+    def in_torch(cls, spec: ModelSpec, weight_bytes: int, device: str) -> Footprint:
+        """Of the torch engine: float32 throughout on a CPU; on CUDA packed, with embedding and head in 16 bits."""
+        embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
+        if device != "cpu":
+            return cls(weight_bytes + embeddings, 0, exact=False)
+        per_layer = spec.hidden_size * (spec.qkv_rows + spec.num_heads * spec.head_dim + 3 * spec.ffn_size)
+        return cls(4 * (spec.num_layers * per_layer + embeddings), 0, exact=True)
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -66,6 +81,7 @@ class PlanRequest:
     chunk: int = 128  # tokens of one prefill run
     rings: bool = False  # whether a layer with a window may hold its last tokens only (engines/onnx/ring.py)
     runtime_bytes: int = RUNTIME_BYTES
+    torch: bool = False  # planned for the torch engine
 
     def __post_init__(self) -> None:
         KVSpec(MIN_CAPACITY, self.dtype, self.granularity, sinks=0)  # refuses what is no dtype or granularity
@@ -201,11 +217,16 @@ def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, kv: KVSp
     half, tables, capacity = spec.head_dim // 2, 2 * len(spec.ropes), kv.capacity
     chunk, estimated = request.chunk, "" if footprint.exact else " (estimated)"
     lines = (
-        PlanLine("weights", footprint.weight_bytes, f"packed by the runtime{estimated}"),
+        PlanLine(
+            "weights",
+            footprint.weight_bytes,
+            f"{'float32, or packed on CUDA' if request.torch else 'packed by the runtime'}{estimated}",
+        ),
         PlanLine(
             "tied embedding", footprint.tied_bytes, f"V E = {spec.vocab_size} x {spec.hidden_size}, mapped for lookup"
         ),
         *_cache_lines(spec, request, kv),
+        *_torch_lines(spec, request, kv),
         PlanLine("cache scales", 8 * spec.num_layers * spec.num_kv_heads * spec.head_dim, "2 L K D x 4 bytes"),
         PlanLine(
             "RoPE tables",
@@ -218,9 +239,22 @@ def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, kv: KVSp
             4 * chunk * (8 * spec.hidden_size + 3 * spec.ffn_size + spec.qkv_rows),
             f"{chunk} tokens x (8 E + 3 F + qkv) x 4 bytes",
         ),
-        PlanLine("runtime", request.runtime_bytes, "Python, ONNX Runtime, session (measured)"),
+        PlanLine(
+            "runtime",
+            request.runtime_bytes,
+            "Python, torch, transformers (measured)" if request.torch else "Python, ONNX Runtime, session (measured)",
+        ),
     )
     return tuple(line for line in lines if line.size_bytes)
+
+
+def _torch_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[PlanLine]:
+    """What attention in plain torch needs beside the cache: scores, and one layer's rows as floats."""
+    if not request.torch:
+        return []
+    scores = 3 * 4 * request.chunk * spec.num_heads * kv.capacity
+    rows = 2 * 4 * spec.num_kv_heads * kv.capacity * spec.head_dim
+    return [PlanLine("attention", scores + rows, f"C x ({request.chunk} tokens x H x 3 + 2 K D) x 4 bytes")]
 
 
 def _refusal(plan: Plan, footprint: Footprint, request: PlanRequest) -> str:

@@ -28,8 +28,17 @@ from helpers.weights import dequantised_state_dict
 from transformers import AutoConfig
 
 from edgekv.convert import ConvertOptions, convert
+from edgekv.engines.torch import engine as torch_engine
 from edgekv.engines.torch.graph import sample
-from edgekv.errors import BadCheckpoint, CacheFull, EngineError, InvalidOption, ScalesError, UnsupportedModel
+from edgekv.errors import (
+    BadCheckpoint,
+    CacheFull,
+    EngineError,
+    InvalidOption,
+    MemoryBudgetError,
+    ScalesError,
+    UnsupportedModel,
+)
 from edgekv.kv.quant import fake_quantize
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.kv.window import Move
@@ -292,3 +301,37 @@ def test_triton_kernels_in_the_engine(tiny_models: TinyModels, open_torch: OpenT
     kv = KVSpec(64, dtype, sinks=4, stride=8)
     found, wanted = (run(open_torch(model, kv, scales, kernels=kernels), ids) for kernels in ("triton", "plain"))
     assert relative_errors(found, wanted).max() < INT8_TOLERANCE
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_too_little_memory_halves_the_cache_once(
+    tiny_models: TinyModels, open_torch: OpenTorch, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """The device refuses the cache: half of it is tried, and the warning says so; then it is an error."""
+    capacities: list[int] = []
+
+    class Refusing(torch_engine.RingCache):
+        def __init__(self, spec: Any, kv: KVSpec, *rest: Any) -> None:
+            capacities.append(kv.capacity)
+            if len(capacities) <= failures:
+                raise torch.OutOfMemoryError("no room")
+            super().__init__(spec, kv, *rest)
+
+    monkeypatch.setattr(torch_engine, "RingCache", Refusing)
+    model = tiny_models.converted("llama")
+    if failures == 1:
+        with pytest.warns(UserWarning, match="256 instead"):
+            engine = open_torch(model, KVSpec(512, "float"))
+        assert engine.kv == KVSpec(256, "float")
+    else:
+        with pytest.raises(MemoryBudgetError, match="Neither 512 nor 256"):
+            open_torch(model, KVSpec(512, "float"))
+    assert capacities == [512, 256]
+
+
+def test_fp8_needs_ampere() -> None:
+    """Refused with the reason; INT8 is not."""
+    with pytest.raises(UnsupportedModel, match=r"has 7\.5: use --kv-dtype int8"):
+        torch_engine.check_capability(KVSpec(64, "fp8"), (7, 5))
+    torch_engine.check_capability(KVSpec(64, "fp8"), (8, 0))
+    torch_engine.check_capability(KVSpec(64, "int8"), (7, 5))

@@ -6,6 +6,7 @@ multiplies the publisher's integers by bfloat16 activations, which is what CUDA 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,14 +20,25 @@ from edgekv.engines.torch.cache import RingCache, StoredLayers
 from edgekv.engines.torch.graph import DecodeStep
 from edgekv.engines.torch.kernels import KernelChoice, Kernels, open_kernels
 from edgekv.engines.torch.loader import Published, load_model
-from edgekv.errors import EngineError, InvalidOption, ScalesError, UnsupportedModel
+from edgekv.errors import (
+    DependencyMissing,
+    EngineError,
+    InvalidOption,
+    MemoryBudgetError,
+    ScalesError,
+    UnsupportedModel,
+)
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVSpec
+from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec
 
 DEFAULT_CHUNK = 128
 """Tokens per prefill run."""
+
+FP8_CAPABILITY = (8, 0)
+"""FP8 rows are taken apart in integers, so no FP8 hardware is needed; the float16 products and the int4 kernels of the
+weights want Ampere's matrix units."""
 
 Precision = Literal["auto", "float", "bf16"]
 
@@ -307,13 +319,46 @@ def open_engine(
     options = options or TorchOptions()
     check_combination(kv, options)
     if kv.dtype in ("float", "fp16"):
-        return TorchEngine(published, kv, None, options)
+        return _open_or_shrink(published, kv, None, options)
     if scales is None:
         raise ScalesError(
             f"A {kv.dtype} cache needs KV scales for {published.path.name}: make them with `edgekv calibrate`."
         )
     scales.check(published.source.spec, fingerprint, kv.dtype, kv.granularity)
-    return TorchEngine(published, kv, scales.without_centre(), options)  # its kernels keep keys whole
+    return _open_or_shrink(published, kv, scales.without_centre(), options)  # its kernels keep keys whole
+
+
+def _open_or_shrink(published: Published, kv: KVSpec, scales: KVScales | None, options: TorchOptions) -> TorchEngine:
+    """An engine; if the device's memory does not suffice, once more with half the cache, and a warning that says so.
+
+    Raises:
+        MemoryBudgetError: that did not fit either.
+    """
+    try:
+        return TorchEngine(published, kv, scales, options)
+    except torch.OutOfMemoryError:
+        smaller = halved(kv)  # and nothing else here: the traceback keeps the model alive
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    message = f"A cache of {kv.capacity} tokens did not fit the device's memory: it holds {smaller.capacity} instead."
+    try:
+        engine = TorchEngine(published, smaller, scales, options)
+    except torch.OutOfMemoryError as error:
+        raise MemoryBudgetError(
+            f"Neither {kv.capacity} nor {smaller.capacity} tokens of cache fit the device's memory: use a smaller "
+            "model, a smaller --context, or close other programs."
+        ) from error
+    warnings.warn(message, stacklevel=2)
+    return engine
+
+
+def halved(kv: KVSpec) -> KVSpec:
+    """The same kind of cache with half the capacity; sinks and stride as far as they fit."""
+    capacity = max(kv.capacity // 2, MIN_CAPACITY)
+    pinned = capacity // 4
+    return replace(
+        kv, capacity=capacity, sinks=min(kv.sinks, pinned), stride=max(1, kv.stride * capacity // kv.capacity)
+    )
 
 
 def check_combination(kv: KVSpec, options: TorchOptions) -> None:
@@ -324,3 +369,22 @@ def check_combination(kv: KVSpec, options: TorchOptions) -> None:
     """
     if kv.dtype == "int4":
         raise UnsupportedModel("An INT4 cache does not run in the torch engine: use --kv-dtype int8, or --engine onnx.")
+    if options.device == "cuda":
+        if not torch.cuda.is_available():
+            raise DependencyMissing(
+                "This torch finds no CUDA device: use --device cpu, or install a CUDA build of torch."
+            )
+        check_capability(kv, torch.cuda.get_device_capability())
+
+
+def check_capability(kv: KVSpec, capability: tuple[int, int]) -> None:
+    """Refuse what a GPU of this compute capability does not do.
+
+    Raises:
+        UnsupportedModel: FP8 before Ampere.
+    """
+    if kv.dtype == "fp8" and capability < FP8_CAPABILITY:
+        raise UnsupportedModel(
+            f"An FP8 cache needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ampere) or "
+            f"newer; this one has {capability[0]}.{capability[1]}: use --kv-dtype int8."
+        )
