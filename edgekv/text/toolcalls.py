@@ -5,6 +5,7 @@ Two manners are common, and the template shows which one a model was taught:
     hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them, text around them
     llama    the whole answer is {"name": "f", "parameters": {...}}, or several joined by ";"
 
+A model of the first manner that forgets its tags (Qwen2.5-Coder does) is understood if its whole answer is a call.
 Text is passed on as soon as it cannot be the beginning of a call. What looks like a call and is none (broken JSON, no
 name, a tool that was not offered) is passed on as the text it is: nothing that the model said is ever lost.
 """
@@ -43,7 +44,30 @@ def style_of(template_source: str) -> Style:
 
 def call_parser(style: Style, names: Collection[str]) -> CallParser:
     """A parser for one answer. `names` are the tools offered."""
-    return HermesParser(names) if style == "hermes" else LlamaParser(names)
+    return FirstLookParser(names) if style == "hermes" else LlamaParser(names)
+
+
+class FirstLookParser:
+    """Takes an answer that begins with a brace for a call without tags, any other as text with calls between tags."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names, self._held = names, ""
+        self._chosen: CallParser | None = None
+
+    def put(self, text: str) -> Iterator[str | ToolCall]:
+        if self._chosen is None:
+            self._held += text
+            if not (begins := self._held.lstrip()):
+                return
+            self._chosen = LlamaParser(self._names) if begins.startswith("{") else HermesParser(self._names)
+            text = self._held
+        yield from self._chosen.put(text)
+
+    def close(self) -> Iterator[str | ToolCall]:
+        if self._chosen is not None:
+            yield from self._chosen.close()
+        elif self._held:
+            yield self._held
 
 
 class HermesParser:

@@ -28,6 +28,9 @@ HERMES = [
     (NO_OBJECT, [NO_OBJECT]),
     ("1 < 2 <tool_cal", ["1 < 2 <tool_cal"]),
     ("plain", ["plain"]),
+    (" \n", [" \n"]),
+    ('{"name": "look", "arguments": {"far": true}}', [LOOK]),
+    ('{"far": true}', ['{"far": true}']),
 ]
 
 LLAMA = [
