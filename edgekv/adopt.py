@@ -33,7 +33,7 @@ from edgekv.model.fields import token_ids
 from edgekv.model.foreign import GENAI_CONFIG, ForeignFolder
 from edgekv.model.rope_config import rope_from_config
 from edgekv.model.spec import ModelSpec, RopeSpec
-from edgekv.weights.base import TokenizerFiles
+from edgekv.weights.base import NO_TOKENIZER, TokenizerFiles
 from edgekv.weights.hub import HubFolder
 
 Progress = Callable[[str, int, int | None], None]
@@ -48,7 +48,8 @@ def adopt(
         BadCheckpoint, UnsupportedModel: the graph or a file beside it cannot be used.
         StorageError: the directory cannot be written.
     """
-    texts = HubFolder(foreign.root).tokenizer()
+    beside = HubFolder(foreign.root)
+    texts = NO_TOKENIZER if beside.missing_tokenizer else beside.tokenizer()
     progress("graph", 0, 3)
     adapted, spec = recognise(foreign)
     progress("compare with the maker's", 1, 3)
@@ -56,7 +57,8 @@ def adopt(
     progress("hash", 2, 3)
     description = _describe(foreign, adapted, spec, texts, name)
     with atomic_directory(out) as folder:
-        (folder / TOKENIZER).write_text(texts.tokenizer_json, "utf-8")
+        if texts.tokenizer_json:
+            (folder / TOKENIZER).write_text(texts.tokenizer_json, "utf-8")
         if texts.chat_template:
             (folder / TEMPLATE).write_text(texts.chat_template, "utf-8")
         write_description(folder, description)
@@ -158,6 +160,7 @@ def _describe(
         bos_token=texts.bos_token,
         eos_token=texts.eos_token,
         add_bos=texts.add_bos,
+        tokenizer=bool(texts.tokenizer_json),
         graph=str(foreign.graph),
         graph_files={file.name: file_state(file) for file in files},
     )

@@ -32,7 +32,7 @@ from edgekv.model.converted import (
 )
 from edgekv.units import format_bytes
 from edgekv.weights import Held, WeightSource, open_source
-from edgekv.weights.base import Form, TokenizerFiles, form_of, join_rows
+from edgekv.weights.base import NO_TOKENIZER, Form, TokenizerFiles, form_of, join_rows
 
 Progress = Callable[[str, int, int], None]  # what was done, parts done, parts in all
 
@@ -90,7 +90,7 @@ def convert(
     source = open_source(source_path)
     holder = _Holder(source, options)
     with atomic_directory(out) as folder:
-        texts = TokenizerFiles("", None, "", "") if source.missing_tokenizer else source.tokenizer()
+        texts = NO_TOKENIZER if source.missing_tokenizer else source.tokenizer()
         _write_text_files(texts, folder)
         _write_graph(source, holder, folder, progress)
         size = (folder / DATA).stat().st_size

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.convert import convert
-from edgekv.errors import BadCheckpoint, ModelNotFound, ScalesError
+from edgekv.errors import ModelNotFound, ScalesError
 from edgekv.files import atomic_file, exclusive, folder_size, remove_leftovers
 from edgekv.identity import Record, content_key, records
 from edgekv.kv.scales import KVScales, read_scales, scales_name
@@ -162,7 +162,7 @@ def _prepare_source(path: Path, home: Path, watch: Watch) -> ConvertedModel:
         return open_converted(before)
     source = open_source(path)
     if source.missing_tokenizer:
-        raise BadCheckpoint(source.missing_tokenizer)
+        watch.tell(f"The model will run on token ids only: {source.missing_tokenizer}")
     key = content_key(path, map(Path, source.files), record, watch.progress)
     folder = next((home / "models").glob(f"*-{key}"), home / "models" / f"{path.resolve().stem}-{key}")
     with _making(folder, home, watch) as missing:

@@ -288,6 +288,10 @@ class TokenizerFiles:
     add_bos: bool = False  # whether the tokenizer itself puts BOS before plain text
 
 
+NO_TOKENIZER = TokenizerFiles("", None, "", "")
+"""Of a folder without one: the model runs on token ids only."""
+
+
 class WeightSource(Protocol):
     """A published checkpoint, read one tensor at a time. All numbers that it gives are finite: one that is not is
     refused with the names of its file and tensor.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -189,14 +190,16 @@ def test_a_damaged_record_is_as_none(source: Path, tmp_path: Path, content: str,
 
 @pytest.mark.parametrize("older", ["", "tokenizer.model", "vocab.json"])
 def test_a_source_without_a_tokenizer(source: Path, tmp_path: Path, older: str, conversions: Calls) -> None:
-    """Refused before anything is converted, as nobody could talk to it; with the line that makes it, if that exists."""
+    """Told before it is converted, with the line that makes one, if that exists; it then runs on ids."""
     (source / "tokenizer.json").unlink()
     if older:
         (source / older).write_text("{}")
     wanted = rf"has {older} but no .*AutoTokenizer.*save_pretrained" if older else "no tokenizer.json: copy"
-    with pytest.raises(BadCheckpoint, match=wanted):
-        prepare(str(source), home=tmp_path / "home")
-    assert conversions == []
+    told: list[str] = []
+    model = prepare(str(source), home=tmp_path / "home", watch=Watch(tell=told.append))
+    assert re.search(rf"token ids only: .*{wanted}", told[0])
+    assert not model.description.tokenizer
+    assert len(conversions) == 1
 
 
 def test_a_model_without_a_tokenizer(source: Path, tmp_path: Path) -> None:
