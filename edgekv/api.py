@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from edgekv import device as hardware
 from edgekv.engines import Choice, choose
 from edgekv.engines.base import Engine
+from edgekv.engines.rope import length_mark
 from edgekv.errors import BadCheckpoint, InvalidOption
 from edgekv.generate import Event, Finished
 from edgekv.kv.plan import Plan
@@ -183,7 +184,8 @@ class Runtime:
         tokenizer, chat_format = open_text(model)
         self.template_source = "" if chat_format is None else chat_format.template.source
         bos = model.spec.bos_id if model.description.add_bos else None
-        identity = CacheIdentity.of(model.fingerprint, model.description.name, plan.kv, engine.scales)
+        fingerprint = model.fingerprint + length_mark(model.spec, plan.kv.capacity)
+        identity = CacheIdentity.of(fingerprint, model.description.name, plan.kv, engine.scales)
         left_bytes = max(0, (plan.budget_bytes or 0) - plan.total_bytes)
         lot = ParkingLot(left_bytes, home_of(options) / "parked")
         self._chat = SharedChat(engine, tokenizer, chat_format, bos, identity, lot)

@@ -16,7 +16,7 @@ from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 from edgekv.model import catalog
 from edgekv.model.converted import TEMPLATE, ConvertedModel, is_converted, open_converted
 from edgekv.model.foreign import ForeignFolder, find_foreign, folder_name, is_current
-from edgekv.model.spec import ModelSpec, RopeSpec
+from edgekv.model.spec import ModelSpec
 from edgekv.units import format_bytes
 from edgekv.weights.base import Form, Stored
 
@@ -67,7 +67,7 @@ def _spec_rows(spec: ModelSpec) -> Rows:
     return [
         ["family", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}"],
         ["heads", f"{spec.num_heads} query / {spec.num_kv_heads} key-value heads of {spec.head_dim}"],
-        *[["RoPE", _rope_line(rope)] for rope in spec.ropes],
+        *[["RoPE", _rope_line(spec, index)] for index in range(len(spec.ropes))],
         ["context", f"{spec.max_context} tokens"],
         ["windows", _windows_line(spec)],
         ["output head", "the embedding (tied)" if spec.tied_embeddings else "its own"],
@@ -75,9 +75,13 @@ def _spec_rows(spec: ModelSpec) -> Rows:
     ]
 
 
-def _rope_line(rope: RopeSpec) -> str:
+def _rope_line(spec: ModelSpec, index: int) -> str:
+    """One of the rotary embeddings, and in how many layers if not in all."""
+    rope, count = spec.ropes[index], spec.rope_layers.count(index)
     kind = rope.kind if rope.factor == 1 else f"{rope.kind} x{rope.factor:g}"
-    return f"{kind}, theta {rope.theta:g}"
+    part = f", {rope.channels} of {spec.head_dim} channels" if rope.channels else ""
+    layers = f" in {count} of {spec.num_layers} layers" if count < spec.num_layers else ""
+    return f"{kind}, theta {rope.theta:g}{part}{layers}"
 
 
 def _windows_line(spec: ModelSpec) -> str:

@@ -43,6 +43,19 @@ def settled_ropes(spec: ModelSpec, capacity: int) -> tuple[RopeSpec, ...]:
     return tuple(settled(rope, spec.head_dim, capacity) for rope in spec.ropes)
 
 
+def length_mark(spec: ModelSpec, capacity: int) -> str:
+    """What the capacity of a cache decided about its angles; empty where it decides nothing. The contents of two caches
+    fit one another only if they have the same mark."""
+    pairs = zip(spec.ropes, settled_ropes(spec, capacity), strict=True)
+    marks = [
+        f"+theta {fixed.theta:.6g}" if rope.kind == "dynamic" else f"+{'long' if long else 'short'} factors"
+        for rope, fixed in pairs
+        for long in [capacity > rope.original_max_position]
+        if fixed != rope
+    ]
+    return "".join(marks)
+
+
 def rope_inputs(index: int) -> tuple[str, str]:
     """The names of the graph inputs that the tables of `ModelSpec.ropes[index]` are bound to."""
     return (f"cos.{index}", f"sin.{index}") if index else ("cos", "sin")

@@ -23,7 +23,7 @@ from edgekv.weights.bitsandbytes import BitsAndBytes
 from edgekv.weights.compressed_tensors import CompressedTensors
 from edgekv.weights.gptq import GPTQ
 from edgekv.weights.hub import HubFolder
-from edgekv.weights.names import ROOTS, HubPlace, hub_place, shape, turning_first
+from edgekv.weights.names import ROOTS, HubPlace, hub_place, layer_parts, shape, turning_first
 from edgekv.weights.scheme import LinearScheme, QuantConfig
 from edgekv.weights.tensors import FLOAT_NAMES, TensorFiles
 
@@ -53,6 +53,7 @@ class SafetensorsSource(HubFolder):
         self._tensors = TensorFiles(folder, self._shards())
         self._root = next((root for root in ROOTS if f"{root}.norm.weight" in self._tensors), "model")
         self.spec = self._with_head(spec, config.get("tie_word_embeddings") is None)
+        self._refuse_unknown_norms()
 
     @property
     def files(self) -> list[str]:
@@ -166,6 +167,18 @@ class SafetensorsSource(HubFolder):
                 f"{self.folder / place}: quant_method is {method!r}; edgekv reads {', '.join(SCHEMES)}."
             )
         return SCHEMES[method](fields)
+
+    def _refuse_unknown_norms(self) -> None:
+        """A norm that the family does not have would change the arithmetic (a Llama with norms on Q and K)."""
+        known = {f"{self._root}.norm.weight"}
+        for layer in range(self.spec.num_layers):
+            parts = [part for part in layer_parts(self.spec) if part.endswith("norm")]
+            known |= {f"{hub_place(self.spec, f'{layer}.{part}', self._root).module}.weight" for part in parts}
+        for name in self._tensors.names:
+            if name.startswith(f"{self._root}.") and name.endswith("norm.weight") and name not in known:
+                raise UnsupportedModel(
+                    f"{self._tensors.place(name)} is a norm that edgekv does not run in {self.spec.family}."
+                )
 
     def _with_head(self, spec: ModelSpec, unsaid: bool) -> ModelSpec:
         """The spec with `tied_embeddings` as the tensors have it (case C26).

@@ -43,7 +43,8 @@ class Variant:
 def _rope(family: str, name: str, **fields: Any) -> Variant:
     """A rotary kind, dropped by turning it into the plain one, and its attention factor by setting that to 1."""
     table = PLAIN_ROPE | fields
-    dropped = {"kind": {"rope_parameters": PLAIN_ROPE}}
+    part = {key: value for key, value in fields.items() if key == "partial_rotary_factor"}
+    dropped = {"kind": {"rope_parameters": PLAIN_ROPE | part}}
     if fields["rope_type"] in ("yarn", "longrope"):
         dropped["attention factor"] = {"rope_parameters": table | {"attention_factor": 1.0}}
     context = {"original_max_position_embeddings": fields["original_max_position_embeddings"]}
@@ -128,6 +129,10 @@ VARIANTS = {
             original_max_position_embeddings=64,
         ),
         _rope("phi3", "longrope-48", rope_type="longrope", original_max_position_embeddings=48, **_FACTORS),
+        _rope(
+            "phi3", "phi4", rope_type="longrope", original_max_position_embeddings=48, partial_rotary_factor=0.5,
+            short_factor=[1.0, 1.2, 1.5, 2.0], long_factor=[1.0, 2.0, 8.0, 20.0],
+        ),
         _rope("phi3", "longrope-80", rope_type="longrope", original_max_position_embeddings=80, **_FACTORS),
     )
 }  # fmt: skip

@@ -8,6 +8,7 @@ with in-cache positions (helpers/in_cache.py).
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -22,16 +23,21 @@ from helpers.engines import measured_scales
 from helpers.families import VARIANTS, WINDOW, write_variant
 from helpers.gguf_files import write_gguf
 from helpers.in_cache import InCacheModel, load
+from helpers.published import AWQ, GPTQ, Bnb
 from helpers.reference import relative_errors
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from edgekv.convert import convert
 from edgekv.engines.onnx.engine import OnnxEngine
+from edgekv.engines.rope import length_mark
+from edgekv.errors import UnsupportedModel
 from edgekv.generate import Timeline
 from edgekv.kv.spec import KVSpec
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.families import spec_from_config
 from edgekv.model.spec import ModelSpec
+from edgekv.weights import open_source
 
 TOLERANCE = 1e-4
 SEEN = 100 * TOLERANCE
@@ -169,6 +175,51 @@ def test_an_int8_cache_costs_as_little_as_in_llama(variants: Variants, open_onnx
     wanted = InCacheModel(load(variants.source(name)), CAPACITY, STRIDE, PINNED).run(ids)
     errors = relative_errors(found, wanted)
     assert errors.mean() < 0.03
+
+
+@pytest.mark.parametrize("method", [AWQ(32), GPTQ(32, g_idx="act-order"), Bnb("nf4")], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("name", ["phi3", "phi3-partial"])
+def test_packed_projections_in_4_bits(
+    variants: Variants, open_onnx: OpenEngine, tmp_path: Path, name: str, method: Any
+) -> None:
+    """The rows of Q, K, V, gate and up are taken out of the publisher's packed integers."""
+    source = variants.source(name)
+    state = load_file(source / "model.safetensors")
+    stored, meant = dict(state), dict(state)
+    for module in [key.removesuffix(".weight") for key in state if key.endswith("_proj.weight")]:
+        tensors, weights = method.layer(module, stored.pop(f"{module}.weight").numpy())
+        stored |= {f"{module}.{key}": torch.from_numpy(np.array(values)) for key, values in tensors.items()}
+        meant[f"{module}.weight"] = torch.from_numpy(weights).float()
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": method.config()}
+    for folder, tensors, fields in (("stored", stored, config), ("meant", meant, None)):
+        shutil.copytree(source, tmp_path / folder)
+        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+        if fields:
+            (tmp_path / folder / "config.json").write_text(json.dumps(fields))
+    ids = random_ids(64)
+    model = convert(tmp_path / "stored", tmp_path / "converted").model
+    found = open_onnx(model, KVSpec(64, "float")).forward(ids, all_logits=True)
+    assert relative_errors(found, wanted_logits(tmp_path / "meant", ids)).max() < 2e-4  # embedding in 8 + 8 bits: 2e-5
+
+
+def test_a_norm_that_a_family_does_not_have(variants: Variants, tmp_path: Path) -> None:
+    """Norms on Q and K under a config that knows of none: refused by the tensor's name."""
+    source = shutil.copytree(variants.source("qwen3"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    of_qwen = ("layer_types", "max_window_layers", "sliding_window")
+    llama = {name: value for name, value in config.items() if name not in of_qwen} | {"model_type": "llama"}
+    (source / "config.json").write_text(json.dumps(llama))
+    with pytest.raises(UnsupportedModel, match=r"self_attn\.[qk]_norm"):
+        open_source(source)
+
+
+def test_contents_of_caches_with_other_angles_do_not_mix(variants: Variants) -> None:
+    """What the capacity decided about the angles is told apart, and nothing else is."""
+    longrope, dynamic, plain = (variants.converted(name).spec for name in ("longrope-80", "dynamic", "yarn"))
+    assert length_mark(longrope, 64) == length_mark(longrope, 80) != length_mark(longrope, 81)
+    assert length_mark(longrope, 81) == length_mark(longrope, 640)
+    assert length_mark(dynamic, 32) == length_mark(dynamic, 16) != length_mark(dynamic, 64)
+    assert length_mark(plain, 64) == ""
 
 
 GGUF = {

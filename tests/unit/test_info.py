@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import TinyModels
 from helpers.checkpoints import DATA
+from helpers.families import VARIANTS, write_variant
 from helpers.published import AWQ, GPTQ, Bnb, Packed, Published, copy_fixture
 from test_weights import write_gguf
 
@@ -52,6 +53,27 @@ def test_a_gptq_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert "14 of int4/32 -> int4/32: the same integers, by MatMulNBits" in rows["held as"]
     assert rows["state"][0].startswith("not converted yet")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "ropes", "windows"),
+    [
+        (
+            "gemma3",
+            ["linear x8, theta 1e+06 in 1 of 2 layers", "default, theta 10000 in 1 of 2 layers"],
+            "24 tokens in 1 of 2 layers",
+        ),
+        ("smollm3", ["default, theta 2e+06 in 1 of 2 layers"], "none: every layer sees the whole context"),
+        ("phi3-partial", ["default, theta 10000, 8 of 16 channels"], "none: every layer sees the whole context"),
+    ],
+)
+def test_layers_that_differ(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, ropes: list[str], windows: str
+) -> None:
+    """Windows, and rotary embeddings by layer."""
+    rows = info(capsys, write_variant(VARIANTS[name], tmp_path / "source"), "--home", tmp_path / "home")
+    assert rows["RoPE"] == ropes
+    assert rows["windows"] == [windows]
 
 
 @pytest.mark.parametrize(
