@@ -210,8 +210,9 @@ def _scales_line(path: Path, model: ConvertedModel) -> str:
         scales.check(model.spec, model.fingerprint, scales.dtype, scales.granularity)
     except ScalesError as error:
         return f"{path.name}: {error}"
-    made = scales.provenance
+    made, layers = scales.provenance, scales.centred_layers
     return (
         f"{scales.dtype} per {scales.granularity}, {made.method} x{made.headroom:g} over {made.tokens} tokens "
         f"({made.corpus}); error K {made.k_error:.2%}, V {made.v_error:.2%}, saturated {made.saturated:.1e}"
+        + (f"; constants out of the keys of layers {', '.join(map(str, layers))}" if layers else "")
     )

@@ -166,6 +166,8 @@ class SafetensorsSource(HubFolder):
             raise UnsupportedModel(
                 f"{self.folder / place}: quant_method is {method!r}; edgekv reads {', '.join(SCHEMES)}."
             )
+        if method == "compressed-tensors" and fields.get("kv_cache_scheme") and not fields.get("config_groups"):
+            return None  # of the KV cache alone, with scales beside float weights (kv/interchange.py)
         return SCHEMES[method](fields)
 
     def _refuse_unknown_norms(self) -> None:

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from edgekv.cli import run
+from edgekv.convert import convert
 from edgekv.errors import InvalidOption, ScalesError
 from edgekv.kv.interchange import (
     VLLM_SHARD,
@@ -174,6 +176,20 @@ def test_a_checkpoint_whose_loader_looks_for_no_scales_is_refused_untouched(tmp_
     with pytest.raises(InvalidOption, match="quantised by awq"):
         add_to_checkpoint(tmp_path, made(), "head")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_checkpoint_with_scales_still_converts(tmp_path: Path) -> None:
+    """Its quantization_config is of the KV cache alone; the scales come back out of the folder."""
+    folder = tmp_path / "hf"
+    shutil.copytree(Path(__file__).parents[1] / "data" / "llama-fp16", folder)
+    plain = convert(folder, tmp_path / "plain").model
+    shape = (plain.spec.num_layers, plain.spec.num_kv_heads, plain.spec.head_dim)
+    limits = np.ones(shape, np.float32)
+    add_to_checkpoint(folder, from_thresholds(limits, limits * 2, "int8", "channel", "abc", NOTE), "head")
+    again = convert(folder, tmp_path / "again").model
+    assert again.spec == plain.spec
+    assert run(["scales", "import", str(again.folder), "--from", "vllm", "--file", str(folder)]) == 0
+    assert read_scales(again.folder / "kv_scales.int8-head.safetensors").v[0, 0, 0] == pytest.approx(2 / 127)
 
 
 # Both
