@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import py_mini_racer
 import pytest
 from helpers.browser import Page, browser_page, find_browser
 from helpers.chat import make_chat_model
-from helpers.serving import serving
+from helpers.serving import serving, serving_runtime
 
+import edgekv
 from edgekv.model.converted import ConvertedModel
 
 PAGE = Path(__file__).parents[2] / "edgekv" / "server" / "page"
@@ -28,8 +30,17 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> ConvertedModel:
 
 @pytest.fixture(scope="module")
 def url(chat_model: ConvertedModel) -> Iterator[str]:
-    """A server with a cache that is soon full, and evicts."""
-    with serving(chat_model.folder, context=2048, overflow="window") as address:
+    """A server whose model takes its time, as real ones do, so that there is something to stop."""
+    runtime = edgekv.load(chat_model.folder, memory="4GiB", context=2048, threads=1, overflow="window")
+    engine = runtime.chat_state.timeline.engine
+    forward = engine.forward
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.03)
+        return forward(*arguments, **options)
+
+    engine.forward = slowly  # type: ignore[method-assign]
+    with serving_runtime(runtime) as address:
         yield address
 
 
