@@ -109,7 +109,7 @@ def test_window_goes_on_past_the_capacity(chat_model: ConvertedModel) -> None:
 
 
 def test_one_turn_prefills_only_new_tokens(chat_model: ConvertedModel) -> None:
-    """On every turn everything but the newest exchange is reused, also after evictions; turn 50 reads what turn 2 did."""
+    """On every turn all but the newest exchange is reused, also after evictions; turn 50 reads what turn 2 did."""
     with edgekv.load(chat_model.folder, memory="4GiB", context=256, overflow="window") as runtime:
         session = runtime.session(system="Be brief.", max_new_tokens=10)
         read = []
