@@ -93,26 +93,25 @@ class Observer:
         Raises:
             EngineError: a key or value is not finite.
         """
+        learn = self._centred and self.k_mean is None and stop - start >= MEAN_TOKENS
+        if learn:
+            self.k_mean = np.zeros_like(self.v_max)
+        cos, sin = _tables(engine, start, stop) if self.k_mean is not None else (None, None)
         for layer in range(engine.spec.num_layers):
             keys, values = engine.rows(layer, start, stop)  # each [K, T, D]
             check_finite(layer, keys, values)
             self._see_layer(layer, pair_norms(keys), np.abs(values))
-        if self._centred:
-            self._see_centred(engine, start, stop)
+            if cos is not None and sin is not None:
+                self._see_unturned(layer, rotate(keys, cos, -sin), learn)
         self.tokens += stop - start
 
-    def _see_centred(self, engine: Engine, start: int, stop: int) -> None:
-        """Take in keys less their mean, which the first long passage decides."""
-        spec = engine.spec
-        cos, sin = rope_tables(
-            settled(spec.rope, spec.head_dim, engine.kv.capacity), spec.head_dim, start, stop - start
-        )
-        unturned = [rotate(engine.rows(layer, start, stop)[0], cos, -sin) for layer in range(spec.num_layers)]
-        if self.k_mean is None and stop - start >= MEAN_TOKENS:
-            self.k_mean = np.stack([keys[:, SINKS:].mean(axis=1) for keys in unturned])
-        if self.k_mean is not None:
-            for largest, mean, keys in zip(self.left_max, self.k_mean, unturned, strict=True):
-                np.maximum(largest, pair_norms(keys - mean[:, None]).max(axis=1), out=largest)
+    def _see_unturned(self, layer: int, keys: Float32, learn: bool) -> None:
+        """Take in keys [K, T, D] before their rotation, less their mean; `learn`: the mean is theirs."""
+        assert self.k_mean is not None
+        if learn:
+            self.k_mean[layer] = keys[:, SINKS:].mean(axis=1)
+        left = pair_norms(keys - self.k_mean[layer][:, None]).max(axis=1)
+        np.maximum(self.left_max[layer], left, out=self.left_max[layer])
 
     def _see_layer(self, layer: int, pairs: Float32, magnitudes: Float32) -> None:
         """Take in pair norms [K, T, D/2] and magnitudes of values [K, T, D]."""
@@ -121,6 +120,12 @@ class Observer:
         if self.pair_histograms:
             self.pair_histograms[layer].add(_channels_first(pairs))
             self.v_histograms[layer].add(_channels_first(magnitudes))
+
+
+def _tables(engine: Engine, start: int, stop: int) -> tuple[Float32, Float32]:
+    """cos and sin at the angles of the keys in slots start .. stop-1."""
+    size = engine.spec.head_dim
+    return rope_tables(settled(engine.spec.rope, size, engine.kv.capacity), size, start, stop - start)
 
 
 def can_centre(spec: ModelSpec) -> bool:
