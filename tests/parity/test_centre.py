@@ -20,6 +20,7 @@ from edgekv.calibrate.options import CalibrateOptions
 from edgekv.calibrate.thresholds import centre, thresholds
 from edgekv.convert import convert
 from edgekv.engines.onnx.engine import OnnxEngine
+from edgekv.evaluate.losses import token_losses
 from edgekv.evaluate.rows import ErrorMeter
 from edgekv.generate import Timeline
 from edgekv.kv.quant import pair_norms
@@ -37,9 +38,13 @@ CAPACITY = 96
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ConvertedModel:
     """A K bias of 30 where the rest of a key is about 1."""
-    folder = tmp_path_factory.mktemp("biased")
-    source = write_checkpoint(Tiny("biased", {"tie_word_embeddings": True}, family="qwen2", k_bias=30.0), folder / "hf")
-    return convert(source, folder / "converted").model
+    return biased(tmp_path_factory.mktemp("biased"), 30.0)
+
+
+def biased(folder: Path, k_bias: float) -> ConvertedModel:
+    """A tiny Qwen2 with this K bias."""
+    tiny = Tiny("biased", {"tie_word_embeddings": True}, family="qwen2", k_bias=k_bias)
+    return convert(write_checkpoint(tiny, folder / "hf"), folder / "converted").model
 
 
 def calibrated(model: ConvertedModel, engine: OnnxEngine) -> KVScales:
@@ -87,6 +92,22 @@ def test_logits_are_those_of_a_float_cache(engines: Any) -> None:
     assert found[0] < found[1] / 3  # measured 0.0135 and 0.0540; what is left is mostly the values' rounding
     late = np.median(relative_errors(stream(centred, IDS)[160:], wanted[160:]))
     assert late < 2 * np.median(relative_errors(stream(centred, IDS)[:90], wanted[:90]))
+
+
+def test_a_bias_of_600(open_onnx: Open, tmp_path: Path) -> None:
+    """Case C10: a step of plain INT8 scales would be several times what varies in such keys. With the constant out the
+    stream's perplexity and logits stay those of a float cache."""
+    model = biased(tmp_path, 600.0)
+    kv = {"capacity": CAPACITY, "sinks": 4, "stride": 16}
+    reference = open_onnx(model, KVSpec(dtype="float", **kv), None, attention="native")
+    scales, wanted = calibrated(model, reference), stream(reference, IDS)
+    centred = stream(open_onnx(model, KVSpec(dtype="int8", **kv), scales, attention="native"), IDS)
+    plain = stream(open_onnx(model, KVSpec(dtype="int8", **kv), scales.without_centre(), attention="native"), IDS)
+    ratio = np.exp((token_losses(centred[:-1], IDS[1:]) - token_losses(wanted[:-1], IDS[1:])).mean())
+    assert abs(ratio - 1) < 0.01  # measured 0.9952
+    errors = [np.median(relative_errors(found, wanted)) for found in (centred, plain)]
+    assert errors[0] < 0.02  # measured 0.0106 and 0.0605
+    assert errors[1] > 3 * errors[0]
 
 
 def test_rows_have_their_centre_again(engines: Any) -> None:

