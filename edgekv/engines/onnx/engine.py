@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from edgekv.engines.base import EngineState, Logits, PinnedAngles
+from edgekv.engines.base import (
+    EngineState,
+    Logits,
+    PinnedAngles,
+    check_ids,
+    check_move,
+    check_room,
+    check_rows,
+    check_state,
+)
 from edgekv.engines.onnx import native
 from edgekv.engines.onnx.binding import (
     CACHE_DTYPES,
@@ -27,7 +36,7 @@ from edgekv.engines.onnx.binding import (
     row_items,
 )
 from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
-from edgekv.errors import CacheFull, DependencyMissing, EngineError, InvalidOption, UnsupportedModel
+from edgekv.errors import DependencyMissing, EngineError, InvalidOption, UnsupportedModel
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
@@ -116,11 +125,8 @@ class OnnxEngine:
 
     def forward(self, tokens: Sequence[int], *, all_logits: bool = False) -> Logits:
         """Append tokens; logits [V] after the last one, or [T, V] after each."""
-        if not tokens:
-            raise InvalidOption("There is nothing to run: forward needs at least one token.")
-        if len(tokens) > self._kv.capacity - self.length:
-            raise CacheFull(length=self.length, tokens=len(tokens), capacity=self._kv.capacity)
-        self._check_ids(tokens)
+        check_room(tokens, self.length, self._kv.capacity)
+        check_ids(tokens, self._spec.vocab_size)
         before = self.length
         parts: list[Logits] = []
         try:
@@ -139,7 +145,7 @@ class OnnxEngine:
 
     def evict(self, move: Move) -> None:
         """Drop rows, renumber positions, re-run the pinned prefix."""
-        self._check_move(move)
+        check_move(move, self.length)
         try:
             self._cache.move(move.start, move.start + move.count, move.length - move.start - move.count)
             del self._tokens[move.start : move.start + move.count]
@@ -181,7 +187,7 @@ class OnnxEngine:
 
     def load(self, state: EngineState) -> None:
         """Put a saved content back; it must come from the same model, scales and dtype."""
-        self._check_fits(state)
+        check_state(state, self._spec, self._kv.capacity)
         self.reset()
         try:
             self._evicted, self._pinned = state.evicted, state.pinned
@@ -277,22 +283,6 @@ class OnnxEngine:
             stop = min(start + self._options.chunk, count)
             self._run(self._tokens[start:stop], start, range(0))
 
-    def _check_move(self, move: Move) -> None:
-        if move.length != self.length or not 0 < move.count <= move.length - move.start:
-            raise InvalidOption(f"{move} does not fit a cache that holds {self.length} tokens.")
-
-    def _check_fits(self, state: EngineState) -> None:
-        if len(state.tokens) > self._kv.capacity:
-            raise CacheFull(length=0, tokens=len(state.tokens), capacity=self._kv.capacity)
-        layers = self._spec.num_layers
-        if not len(state.keys) == len(state.values) == layers or not 0 <= state.pinned <= len(state.tokens):
-            raise InvalidOption(
-                f"This is no content of a cache of {layers} layers: {len(state.keys)} layers of keys, "
-                f"{len(state.values)} of values, {state.pinned} of {len(state.tokens)} tokens pinned."
-            )
-        if state.tokens:
-            self._check_ids(state.tokens)
-
     def _put_back(self, part: str, layer: int, rows: Array, count: int) -> None:
         """Write the rows of `count` tokens."""
         self._check_rows(rows, layer, count)
@@ -300,18 +290,7 @@ class OnnxEngine:
 
     def _check_rows(self, rows: Array, layer: int, count: int) -> None:
         shape = (self._spec.num_kv_heads, count, row_items(self._spec, self._kv.dtype))
-        dtype = np.dtype(CACHE_DTYPES[self._kv.dtype])
-        if rows.shape != shape or rows.dtype != dtype:
-            raise InvalidOption(
-                f"Layer {layer} of this content is {rows.dtype} {list(rows.shape)}; "
-                f"this cache holds {dtype} {list(shape)}."
-            )
-
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        low, high = min(tokens), max(tokens)
-        if low < 0 or high >= self._spec.vocab_size:
-            bad = low if low < 0 else high
-            raise InvalidOption(f"Token {bad} is outside the vocabulary of {self._spec.vocab_size}.")
+        check_rows(rows, layer, shape, np.dtype(CACHE_DTYPES[self._kv.dtype]))
 
 
 def open_engine(

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from edgekv.engines.base import EngineState, Logits, PinnedAngles
+from edgekv.engines.base import EngineState, Logits, PinnedAngles, check_move
 from edgekv.engines.onnx.binding import CACHE_DTYPES, Array
 from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.engine import OnnxEngine
@@ -170,7 +170,7 @@ class RingEngine(OnnxEngine):
         Raises:
             InvalidOption: a layer with a ring of its own would see the pinned prefix, which it does not have.
         """
-        self._check_move(move)
+        check_move(move, self.length)
         if not self._windows_whole(move.length - move.count, self._evicted + move.count, move.start):
             raise InvalidOption(
                 f"{move} leaves fewer tokens beside the pinned prefix than a layer's window has, and that layer "
