@@ -45,7 +45,7 @@ def float_model(tmp_path_factory: pytest.TempPathFactory, default_model: Any) ->
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     config = default_config()
     config.architectures, config.dtype = [type(model).__name__], "float16"
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
     out = tmp_path_factory.mktemp("float") / "model"
