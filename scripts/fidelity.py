@@ -149,11 +149,13 @@ def simulated_run(gguf: Path, text: Path, out: Path, threads: int, tokens: int) 
 
 def simulated_caches(model: Any) -> dict[str, Any]:
     """Functions of (0 for keys or 1 for values, layer, rows [K, T, D]), with the model's own INT8 thresholds."""
+    from edgekv.cli.ready import ready_scales
     from edgekv.kv.interchange import retarget
     from edgekv.kv.quant import LIMIT, fake_quantize
-    from edgekv.kv.scales import DEFAULT_NAME, read_scales
+    from edgekv.kv.spec import KVSpec
+    from edgekv.options import LoadOptions
 
-    own = read_scales(model.folder / DEFAULT_NAME).without_centre()
+    own = ready_scales(model, KVSpec(SEGMENT), LoadOptions()).without_centre()  # calibrated if there are none yet
 
     def static(k: Any, v: Any, granularity: Any = "channel") -> Any:
         scales = (retarget(own, k, granularity).k, retarget(own, v, granularity).v)
