@@ -45,7 +45,7 @@ def load_and_close():
 def calibrated():
     model, chat = runtime.model, runtime.chat_state
     open_one = lambda kv, scales: open_engine(model, kv, scales, OnnxOptions(threads=1))
-    calibrate(model, chat.tokenizer, None, open_one, CalibrateOptions(tokens=2048))
+    calibrate(model, chat.tokenizer, None, open_one, CalibrateOptions(tokens=512))
 
 def interrupted():
     global turn
