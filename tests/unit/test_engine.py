@@ -25,7 +25,7 @@ from edgekv.generate import Timeline
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.kv.window import Move
-from edgekv.model.converted import ConvertedModel, open_converted
+from edgekv.model.converted import ConvertedModel, open_converted, write_description
 
 OpenEngine = Callable[..., OnnxEngine]
 IDS = np.random.default_rng(5).integers(3, VOCAB - 1, 200).tolist()  # without the last token of the vocabulary
@@ -284,7 +284,8 @@ def test_each_granularity_quantises_with_its_scales(
 
 
 def poisoned(model: ConvertedModel, folder: Path, initializer: str, value: float) -> ConvertedModel:
-    """A copy of a converted model in whose stored scales of one weight the last number is `value`."""
+    """A copy of a converted model in whose stored scales of one weight the last number is `value`; its description has no
+    hash of the graph, which would tell."""
     shutil.copytree(model.folder, folder)
     graph = onnx.load(folder / "model.onnx", load_external_data=False)
     tensor = next(tensor for tensor in graph.graph.initializer if tensor.name == initializer)
@@ -297,6 +298,7 @@ def poisoned(model: ConvertedModel, folder: Path, initializer: str, value: float
     else:
         tensor.raw_data = tensor.raw_data[:-4] + number
         onnx.save(graph, folder / "model.onnx")
+    write_description(folder, replace(model.description, graph_sha256=""))
     return open_converted(folder)
 
 
