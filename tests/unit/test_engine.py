@@ -284,8 +284,8 @@ def test_each_granularity_quantises_with_its_scales(
 
 
 def poisoned(model: ConvertedModel, folder: Path, initializer: str, value: float) -> ConvertedModel:
-    """A copy of a converted model in whose stored scales of one weight the last number is `value`; its description has no
-    hash of the graph, which would tell."""
+    """A copy of a converted model in whose stored scales of one weight the last number is `value`. Its description
+    has no hash of the graph, which would tell."""
     shutil.copytree(model.folder, folder)
     graph = onnx.load(folder / "model.onnx", load_external_data=False)
     tensor = next(tensor for tensor in graph.graph.initializer if tensor.name == initializer)
