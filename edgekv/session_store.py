@@ -54,6 +54,11 @@ class SavedSession:
         else:
             self._question.unlink(missing_ok=True)
 
+    def remove_leftovers(self) -> None:
+        """Delete what a killed process left half-written. The caller has the conversation to itself."""
+        for path in (self.path, self._question):
+            remove_leftovers(path)
+
     def remove(self) -> None:
         """Delete it."""
         self.path.unlink(missing_ok=True)
@@ -79,7 +84,7 @@ class SessionStore:
         """
         saved = SavedSession(self.path(name))
         with exclusive(self.folder / f".{name}.lock", lambda: _taken(name)):
-            remove_leftovers(saved.path)
+            saved.remove_leftovers()
             yield saved
 
     def path(self, name: str) -> Path:

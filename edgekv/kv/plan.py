@@ -24,12 +24,12 @@ from edgekv.units import MIB, format_bytes
 
 CAPACITY_STEP = 64
 
-RUNTIME_BYTES = 138 * MIB
-"""Python with edgekv's packages (57 MiB) and an ONNX Runtime session apart from its weights, once most of a vocabulary
-has been looked up. Measured 2026-11-29 on Linux x86-64 with onnxruntime 1.32.0 at capacities 2048 and 8192: 131 MiB
+RUNTIME_BYTES = 146 * MIB
+"""Python with edgekv's packages (66 MiB) and an ONNX Runtime session apart from its weights, once most of a vocabulary
+has been looked up. Measured 2026-11-29 on Linux x86-64 with onnxruntime 1.32.0 at capacity 2048. With AVX-512: 131 MiB
 (INT8) and 139 MiB (float) after English prose, 142 and 150 MiB after ids from the whole vocabulary, 117 MiB after one
-short text."""
-
+short text. With AVX2 alone, where weights are unpacked in another way: 155 and 154 MiB after such ids. The figure lies
+between, within 5 % of a whole process on either."""
 
 TORCH_RUNTIME_BYTES = 710 * MIB
 """Python, torch, transformers (244 MiB when imported), the pages of the source that have been read, and the largest

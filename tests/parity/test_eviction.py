@@ -409,8 +409,9 @@ def _without_second_rotation(engine: OnnxEngine, move: Move) -> None:
 
     def broken(past: int, count: int) -> None:
         place(engine, past, count)
-        angles = engine._angles[: 4 * count * engine.spec.head_dim // 2].reshape(4, count, -1)
-        angles[2:] = angles[:2]
+        for angles in engine._angles.values():
+            table = angles.fill(past, engine.evicted, count)
+            table[2:] = table[:2]
 
     engine._place = broken
 
