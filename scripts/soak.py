@@ -3,7 +3,8 @@
 One conversation through the whole product (session, template, length check, evictions, sampling) until so many tokens
 have been generated. Reported, and judged at the end (exit code 1 if one fails):
 
-    memory    resident size after each answer: highest over lowest, once the window has filled; at most 1 % more
+    memory    resident size after each answer, on Linux without mapped files (new words make more pages of the embedding
+              resident): highest over lowest, once the window has filled; at most 1 % more
     speed     decoding, median of each tenth of the run: slowest against fastest; at most 10 % less
     numbers   every hidden state and logit is checked by the engine; one that is not finite ends the run
     probe     perplexity of a text that edgekv ships: on the emptied cache, before and after, the same; and as what
@@ -125,7 +126,9 @@ def conversation(runtime: edgekv.Runtime) -> Iterator[Answer]:
         for event in session.send(prompt):
             if isinstance(event, edgekv.Finished):
                 usage = event.usage
-                yield Answer(usage.output_tokens, usage.tokens_per_s, process.memory_info().rss)
+                memory = process.memory_info()
+                own_bytes = memory.rss - getattr(memory, "shared", 0)
+                yield Answer(usage.output_tokens, usage.tokens_per_s, own_bytes)
 
 
 def probe(runtime: edgekv.Runtime) -> float:
