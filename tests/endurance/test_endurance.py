@@ -7,15 +7,14 @@ answer's buffers in every round would be many times the limit.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from helpers.chat import make_chat_model
+from helpers.scripts import load_script
 
 import edgekv
 from edgekv.model.converted import ConvertedModel
@@ -79,19 +78,9 @@ def test_rounds_do_not_grow(chat_model: ConvertedModel, job: str, rounds: int) -
     assert grown < min(4 << 20, 0.02 * max(sizes))
 
 
-def soak_script() -> ModuleType:
-    """scripts/soak.py as a module."""
-    spec = importlib.util.spec_from_file_location("soak", ROOT / "scripts" / "soak.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["soak"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_short_soak(default_model: ConvertedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """scripts/soak.py on the default model, for 600 tokens: all its checks but that of speed hold."""
-    soak = soak_script()
+    soak = load_script("soak")
     monkeypatch.setattr(soak, "ANSWER_TOKENS", 48)
     with edgekv.load(default_model.folder, context=256) as runtime:
         report = soak.soak(runtime, 600)
@@ -102,7 +91,7 @@ def test_a_short_soak(default_model: ConvertedModel, monkeypatch: pytest.MonkeyP
 
 def test_the_soak_sees_what_goes_wrong() -> None:
     """Each of its four checks fails on figures that are past its limit."""
-    soak = soak_script()
+    soak = load_script("soak")
     good = {"generated_tokens": 1, "evicted_tokens": 1, "answers": 1, "seconds": 1.0, "memory_ratio": 1.0}
     good |= {"speed_ratio": 1.0, "probe_before": 9.0, "probe_after": 9.0, "following": [9.0, 9.0]}
     assert soak.Report(**good).failures == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 from conftest import TinyModels
 from helpers.chat import make_chat_model
 from helpers.fake_engine import FakeEngine
+from helpers.scripts import load_script
 
 import edgekv.bench as bench
 from edgekv.bench import BenchOptions, Card, Ceiling, bench_attention
@@ -27,19 +27,11 @@ from edgekv.kv.plan import cache_bytes
 from edgekv.kv.spec import KVSpec
 from edgekv.model.converted import DATA
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_peers.py"
-
 
 @pytest.fixture(scope="module")
 def peers() -> ModuleType:
     """scripts/bench_peers.py as a module."""
-    spec = importlib.util.spec_from_file_location("bench_peers", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("bench_peers")
 
 
 # ---- edgekv.bench ---------------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.fake_engine import fake_spec
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "fidelity.py"
+from helpers.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("fidelity_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("fidelity")
 
 
 def test_blocks_round_within_half_a_step_of_their_own(script: Any) -> None:

@@ -9,20 +9,11 @@ import sys
 import sysconfig
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from helpers.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 TAG = """
@@ -66,5 +57,5 @@ def test_the_wheel_check_fails_without_the_operator(
     from edgekv.engines.onnx import native
 
     monkeypatch.setattr(native, "library", lambda: tmp_path / "nothing.so")
-    assert script("check_wheel").main() == 1
+    assert load_script("check_wheel").main() == 1
     assert "not built" in capsys.readouterr().err
