@@ -93,8 +93,8 @@ def test_the_soak_sees_what_goes_wrong() -> None:
     """Each of its four checks fails on figures that are past its limit."""
     soak = load_script("soak")
     good = {"generated_tokens": 1, "evicted_tokens": 1, "answers": 1, "seconds": 1.0, "memory_ratio": 1.0}
-    good |= {"speed_ratio": 1.0, "probe_before": 9.0, "probe_after": 9.0, "following": [9.0, 9.0]}
+    good |= {"speed_ratio": 1.0, "probe_before": 9.0, "probe_after": 9.0, "following": [1.0, 1.0]}
     assert soak.Report(**good).failures == []
-    bad = {"memory_ratio": 1.011, "speed_ratio": 0.89, "probe_after": 9.1, "following": [9.0, 9.5]}
+    bad = {"memory_ratio": 1.011, "speed_ratio": 0.89, "probe_after": 9.1, "following": [1.0, 1.06]}
     for name, value in bad.items():
         assert len(soak.Report(**(good | {name: value})).failures) == 1
