@@ -44,6 +44,9 @@ _INERT = frozenset(
 )  # fmt: skip
 """Fields that never change the arithmetic; so do names that begin with an underscore or end in `dropout`."""
 
+BIASES = frozenset({"attention_bias", "mlp_bias"})
+"""Families whose config class knows of them name them among their fields: of q, k, v and o; of gate, up and down."""
+
 Extra = Callable[[Config, int, int], dict[str, Any]]
 
 
@@ -80,6 +83,7 @@ def spec_from_config(config: Config, generation: Config | None = None) -> ModelS
     max_context = stretched_context(rope, max_position)
     if "local_rope" not in own:
         own["attention"] = _without_idle_windows(own["attention"], max_context)
+    own |= _biases(config, own.get("block", BlockSpec())) if family.fields & BIASES else {}
     return ModelSpec(
         family=name,
         num_layers=layers,
@@ -117,8 +121,17 @@ def _refuse_unknown(config: Config, family: Family) -> None:
                 f"The config has a field {name}, {str(value)[:40]!r}, which edgekv does not know for this family: "
                 "if it does not change what the model computes, take it out of config.json."
             )
-    for name in ("attention_bias", "mlp_bias"):
+    for name in BIASES - family.fields:
         expect(config, name, False)
+
+
+def _biases(config: Config, block: BlockSpec) -> dict[str, Any]:
+    """What `attention_bias` and `mlp_bias` say."""
+    attention = flag(config, "attention_bias")
+    return {
+        "qkv_bias": attention,
+        "block": replace(block, output_bias=attention, ffn_bias=flag(config, "mlp_bias")),
+    }
 
 
 def _llama(config: Config, layers: int, head_dim: int) -> dict[str, Any]:
@@ -288,7 +301,7 @@ _WINDOW_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_
 _GEMMA_FIELDS = frozenset(
     {
         "hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-        "sliding_window", "layer_types", "use_bidirectional_attention",
+        "sliding_window", "layer_types", "use_bidirectional_attention", "attention_bias",
     }
 )  # fmt: skip
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
@@ -304,13 +317,13 @@ _GEMMA3_DEFAULTS = _GEMMA_DEFAULTS | {
 """The whole geometry, because the text_config of a Gemma that also sees names only what differs."""
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_llama),
+    "llama": Family(_llama, BIASES),
     "mistral": Family(_mistral, frozenset({"sliding_window"}), {"sliding_window": 4096}),
     "qwen2": Family(_qwen2, _WINDOW_FIELDS, _QWEN_DEFAULTS),
-    "qwen3": Family(_qwen3, _WINDOW_FIELDS, _QWEN_DEFAULTS | {"head_dim": 128}),
+    "qwen3": Family(_qwen3, _WINDOW_FIELDS | {"attention_bias"}, _QWEN_DEFAULTS | {"head_dim": 128}),
     "smollm3": Family(
         _smollm3,
-        _WINDOW_FIELDS | {"no_rope_layers", "no_rope_layer_interval"},
+        _WINDOW_FIELDS | BIASES | {"no_rope_layers", "no_rope_layer_interval"},
         {"no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
     "phi3": Family(
@@ -320,7 +333,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(
         _granite,
-        frozenset({"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}),
+        BIASES | {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"},
         dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0),
     ),
     "gemma2": Family(

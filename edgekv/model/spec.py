@@ -91,6 +91,8 @@ class BlockSpec:
 
     activation: Activation = "silu"
     post_norms: bool = False  # RMS norms also on the results of attention and feed-forward (Gemma)
+    output_bias: bool = field(default=False, metadata=_LATER)  # of attention's output projection
+    ffn_bias: bool = field(default=False, metadata=_LATER)  # of the three matrices of the feed-forward
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,12 @@ class ModelSpec:
     def qkv_rows(self) -> int:
         """Output rows of the packed query, key and value projection: (H + 2 K) D."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """The matrices of a layer that have a bias, by the names of WeightSource."""
+        block = self.block
+        return ("q", "k", "v") * self.qkv_bias + ("o",) * block.output_bias + ("gate", "up", "down") * block.ffn_bias
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """GGUF files (llama.cpp's format, read through the `gguf` package) as a WeightSource.
 
-Block types with integer zero points keep their integers: Q4_0 in 4 bits, Q5_0, Q8_0 and Q6_K in 8. Types with a float
-minimum (Q4_1, Q5_1, Q4_K, Q5_K) go through `hold_affine`. Every other type is dequantised by the `gguf` package and
-rounded to 8 bits in blocks of 32.
+Block types with integer zero points keep their integers: Q4_0 and Q3_K in 4 bits, Q5_0, Q8_0 and Q6_K in 8, and so do
+IQ4_NL and IQ4_XS, whose 16 levels are integers of 8 bits. Types with a float minimum (Q4_1, Q5_1, Q4_K, Q5_K) go
+through `hold_affine`. Every other type is dequantised by the `gguf` package and rounded to 8 bits in blocks of 32.
 
 The trap: some architectures store the rows of Q and K interleaved for llama.cpp's RoPE (gguf_metadata.py); they are put
 back into the half-split order here. Layouts are those of ggml's quantisation reference (ggml-quants).
@@ -192,7 +192,7 @@ class GGUFSource:
             if rows is not None:
                 wanted = (packed_rows(spec, name.rpartition(".")[2])[0], *wanted[1:])
             self._check_shape(place, "weight", wanted)
-        biased = [f"{layer}.{part}" for layer in range(spec.num_layers) for part in "qkv" if spec.qkv_bias]
+        biased = [f"{layer}.{part}" for layer in range(spec.num_layers) for part in spec.biased]
         for name in biased:
             self._check_shape(self._place(name)[0], "bias", shape(spec, f"{name}.bias"))
         known = {f"{self._place(name)[0]}.weight" for name in names} | {
@@ -390,12 +390,51 @@ def _q6_k(data: Codes, columns: int) -> BlockWeight:
     return BlockWeight(codes, scales.reshape(len(data), -1), None, 8, 16)
 
 
+def _q3_k(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 110)  # 32 bytes of high bits, 64 of low bit pairs, 12 of 6-bit scales, fp16 scale; code - 4
+    pairs = blocks[..., 32:96].reshape(*blocks.shape[:2], 2, 1, 32)
+    low = ((pairs >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3).reshape(*blocks.shape[:2], 8, 32)
+    high = (blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    codes = (low + (high << 2) + 4).reshape(len(data), columns).astype(np.uint8)
+    fours = blocks[..., 96:104]
+    twos = (blocks[..., None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3  # [N, super, 4, 4]
+    scales = np.asarray(_nibbles(fours) | (twos.reshape(*blocks.shape[:2], 16) << np.uint8(4)), np.uint8)
+    return _scaled(codes, scales, _half(blocks[..., 108:110]), bits=4, group=16)
+
+
+_IQ4_LEVELS = np.array((1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241), np.uint8)
+"""The levels of IQ4_NL and IQ4_XS, plus 128."""
+
+
+def _iq4_nl(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 18)  # fp16 scale, 16 bytes of nibbles
+    codes = _IQ4_LEVELS[_nibbles(blocks[..., 2:])].reshape(len(data), columns)
+    return BlockWeight(codes, _half(blocks[..., :2]), None, 8, 32)
+
+
+def _iq4_xs(data: Codes, columns: int) -> BlockWeight:
+    blocks = _blocks(data, 136)  # fp16 scale, 6-bit scales as 16 bits of high pairs and 4 bytes, 128 bytes of nibbles
+    codes = _IQ4_LEVELS[_nibbles(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))].reshape(len(data), columns)
+    places = np.array([0, 2, 4, 6], np.uint8)
+    high = ((blocks[..., 2:4, None] >> places) & 3).reshape(*blocks.shape[:2], 8)
+    low = np.stack([blocks[..., 4:8] & 0xF, blocks[..., 4:8] >> 4], -1).reshape(*blocks.shape[:2], 8)
+    scales = np.asarray(low | (high << np.uint8(4)), np.uint8)
+    return _scaled(codes, scales, _half(blocks[..., :2]), bits=8, group=32)
+
+
+def _scaled(codes: Codes, scales: Codes, factor: Float32, *, bits: int, group: int) -> BlockWeight:
+    """Blocks whose scales are 6-bit integers around 32, times a factor of the super-block."""
+    step = factor[..., None] * (scales.astype(np.float32) - 32)
+    return BlockWeight(codes, step.reshape(len(codes), -1), None, bits, group)
+
+
 _FORMS = {
+    "Q3_K": Form("int", 4, 16), "IQ4_NL": Form("int", 8, 32), "IQ4_XS": Form("int", 8, 32),
     "Q4_0": Form("int", 4, 32), "Q5_0": Form("int", 8, 32), "Q8_0": Form("int", 8, 32), "Q6_K": Form("int", 8, 16),
 }  # fmt: skip
 """The form of the types whose integers are kept; all others are held in 8 bits in blocks of 32."""
 
 _READERS = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
-    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q8_0": _q8_0, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
 }  # fmt: skip

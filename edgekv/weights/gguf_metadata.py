@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
+from edgekv.model.rope_config import stretched_context
 from edgekv.model.spec import MAX_LAYERS, AttentionSpec, BlockSpec, ModelSpec, Multipliers, RopeSpec
 from edgekv.weights.base import Float32
 
@@ -121,7 +122,7 @@ def spec_from_metadata(metadata: Metadata, tensors: Mapping[str, Any], read: Cal
         num_kv_heads=own("attention.head_count_kv", int, heads),
         head_dim=head_dim,
         vocab_size=len(metadata.items("tokenizer.ggml.tokens", str)),
-        max_context=own("context_length", int),
+        max_context=stretched_context(rope, own("context_length", int)),
         rms_eps=metadata.positive("attention.layer_norm_rms_epsilon"),
         rope=rope,
         tied_embeddings="output.weight" not in tensors,
@@ -131,8 +132,19 @@ def spec_from_metadata(metadata: Metadata, tensors: Mapping[str, Any], read: Cal
         attention=_attention(metadata, layers, max(hidden, 1) / max(heads, 1), max(head_dim, 1)),
         local_rope=RopeSpec(metadata.positive("rope.freq_base_swa", 1e4)) if architecture == "gemma3" else None,
         nope_layers=tuple(range(3, layers, 4)) if architecture == "smollm3" else (),
-        block=BlockSpec("gelu_tanh", post_norms=True) if architecture.startswith("gemma") else BlockSpec(),
+        block=_block(architecture, tensors),
         multipliers=_multipliers(metadata, max(hidden, 1)),
+    )
+
+
+def _block(architecture: str, tensors: Mapping[str, Any]) -> BlockSpec:
+    """Biases are there where the first layer has one; a layer that lacks one is found later."""
+    gemma = architecture.startswith("gemma")
+    return BlockSpec(
+        activation="gelu_tanh" if gemma else "silu",
+        post_norms=gemma,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        ffn_bias="blk.0.ffn_down.bias" in tensors,
     )
 
 
@@ -148,14 +160,37 @@ def _rope(metadata: Metadata, head_dim: int, factors: dict[str, Float32]) -> Rop
         raise BadCheckpoint(f"{metadata.name}: RoPE factors are not all positive numbers: download the model again.")
     if len(factors) == 2 and not own:
         return _longrope(metadata, theta, head_dim, factors)
-    if channels != head_dim or kind not in ("none", "linear") or len(factors) > len(own[:1]):
+    if channels != head_dim or kind not in ("none", "linear", "yarn") or len(factors) > len(own[:1]):
         raise UnsupportedModel(
             f"{metadata.name} scales its rotary angles by {kind!r}, turning {channels} of {head_dim} channels, which "
             "edgekv does not read from GGUF: convert the model's safetensors instead."
         )
     if kind == "linear":
         return RopeSpec(theta, "linear", metadata.positive("rope.scaling.factor", 1.0), factors=own)
-    return RopeSpec(theta, factors=own)
+    return _yarn(metadata, theta, own) if kind == "yarn" else RopeSpec(theta, factors=own)
+
+
+def _yarn(metadata: Metadata, theta: float, factors: tuple[float, ...]) -> RopeSpec:
+    """llama.cpp's: the attention factor is that of the paper, times those that the file may give."""
+    for key, usual in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+        if metadata.own(f"rope.scaling.{key}", float, usual) != usual:
+            raise UnsupportedModel(
+                f"{metadata.name} has its own rope.scaling.{key}, which edgekv does not read from GGUF: convert the "
+                "model's safetensors instead."
+            )
+    factor = metadata.positive("rope.scaling.factor", 1.0)
+    context = metadata.own("context_length", int)
+    own = metadata.positive("rope.scaling.attn_factor", 1.0) * metadata.positive("rope.scaling.yarn_attn_factor", 1.0)
+    return RopeSpec(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=metadata.own("rope.scaling.original_context_length", int, context),
+        attention_factor=own * (1 + 0.1 * math.log(max(factor, 1.0))),
+        beta_fast=metadata.positive("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=metadata.positive("rope.scaling.yarn_beta_slow", 1.0),
+        factors=factors,
+    )
 
 
 def _longrope(metadata: Metadata, theta: float, head_dim: int, factors: dict[str, Float32]) -> RopeSpec:

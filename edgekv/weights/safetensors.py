@@ -196,7 +196,7 @@ class SafetensorsSource(HubFolder):
     def _refuse_bias(self, name: str, module: str) -> None:
         """Some writers give every layer a bias of zeros; any other where the family has none would be lost."""
         bias = f"{module}.bias"
-        known = self.spec.qkv_bias and name.endswith((".q", ".k", ".v"))
+        known = name.rpartition(".")[2] in self.spec.biased
         if not known and bias in self._tensors and self._tensors.floats(bias).any():
             raise UnsupportedModel(
                 f"{self._tensors.place(bias)} is not zero, and edgekv runs {self.spec.family} without that bias."

@@ -113,6 +113,7 @@ VARIANTS = {
                 "global base": {"rope_parameters": dict.fromkeys(_GEMMA3_ROPES, PLAIN_ROPE)},
             },
         ),
+        Variant("biases", "llama", {"attention_bias": True, "mlp_bias": True}),
         Variant("granite", "granite", _GRANITE, {name: {name: 1.0} for name in _GRANITE}),
         _rope("llama", "linear", rope_type="linear", factor=4.0, original_max_position_embeddings=None),
         Variant(

@@ -37,7 +37,8 @@ def write_gguf(folder: Path, path: Path, architecture: str, config: dict[str, An
         "rope.freq_base": 10000.0,
     }  # fmt: skip
     for key, value in (geometry | more).items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
+        add: Any = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["a", "b", "ab", *(f"t{number}" for number in range(3, config["vocab_size"]))])
     writer.add_token_merges(["a b"])
@@ -65,5 +66,5 @@ def _tensor(name: str, values: torch.Tensor, architecture: str, config: dict[str
         array = array + np.float32(1)
     if architecture in _INTERLEAVED and found in ("attn_q", "attn_k"):
         size = config["head_dim"]
-        array = array.reshape(-1, 2, size // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        array = array.reshape(-1, 2, size // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
     return f"{layer}{found}.{kind}", np.ascontiguousarray(array)

@@ -247,6 +247,11 @@ GGUF = {
         {"attention.sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
     "gemma3": ("gemma3", {"attention.sliding_window": WINDOW, "rope.freq_base": 1e6}),
+    "biases": ("llama", {}),
+    "yarn": (
+        "llama",
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+    ),
 }  # fmt: skip
 """Variant -> its architecture in a GGUF file, and what the file says beyond the geometry."""
 

@@ -30,9 +30,10 @@ from edgekv.weights.base import stack_rows
 from edgekv.weights.gguf import GGUFSource
 from edgekv.weights.quantize import hold_affine, quantize_blocks
 
-EXACT, AFFINE = ("Q4_0", "Q5_0", "Q8_0", "Q6_K"), ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2),
-          "Q5_K": (0, 2)}  # fmt: skip
+EXACT, AFFINE = ("Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS"), ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+ROUNDED = ("Q2_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4")
+HALVES = {"Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,),
+          "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # fmt: skip
 """Where a block has its fp16 numbers: the scale, and for affine types the minimum."""
 
 COLUMNS, ROWS = 512, 6
@@ -185,7 +186,7 @@ def test_integer_types_are_exact(kind: str, scale: str, tmp_path: Path) -> None:
     """Random blocks with every kind of scale: the very numbers that the gguf package reads, bit for bit."""
     weight, reference = read_raw(kind, raw_blocks(kind, 1, SCALES[scale], SCALES["zero"]), tmp_path)
     np.testing.assert_array_equal(weight.dequantize(), reference)
-    assert weight.bits == (4 if kind == "Q4_0" else 8)
+    assert weight.bits == (4 if kind in ("Q4_0", "Q3_K") else 8)
     assert weight.zeros is None
 
 
@@ -237,7 +238,7 @@ def test_constant_blocks(kind: str, value: float, tmp_path: Path) -> None:
     np.testing.assert_allclose(weight.dequantize(), reference, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "MXFP4"])
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_other_types_are_rounded_to_8_bits(kind: str, tmp_path: Path) -> None:
     """Types without a reader of their own go through the gguf package and half a step of 8 bits at most."""
     columns, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
@@ -453,9 +454,9 @@ def test_biases_in_gguf(tiny_models: TinyModels, tmp_path: Path) -> None:
         np.testing.assert_array_equal(source.vector(f"1.{part}.bias"), bias)
 
     def other(metadata: Any, tensors: Any) -> None:
-        tensors["blk.0.attn_output.bias"] = (np.ones(64, np.float32), "F32")
+        tensors["blk.0.ffn_up.bias"] = (np.ones(128, np.float32), "F32")
 
-    with pytest.raises(UnsupportedModel, match=r"blk\.0\.attn_output\.bias"):
+    with pytest.raises(UnsupportedModel, match=r"blk\.0\.ffn_up\.bias"):
         GGUFSource(written(tiny_models, tmp_path, other))
 
 
@@ -477,7 +478,12 @@ Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
         (lambda m, t: m.update({"llama.attention.layer_norm_rms_epsilon": 0.0}), BadCheckpoint, "epsilon"),
         (lambda m, t: m.update({"llama.attention.layer_norm_rms_epsilon": float("nan")}), BadCheckpoint, "epsilon"),
         (lambda m, t: m.update({"llama.rope.freq_base": -1.0}), BadCheckpoint, "freq_base"),
-        (lambda m, t: m.update({"llama.rope.scaling.type": "yarn"}), UnsupportedModel, "yarn"),
+        (lambda m, t: m.update({"llama.rope.scaling.type": "longrope"}), UnsupportedModel, "longrope"),
+        (
+            lambda m, t: m.update({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1}),
+            UnsupportedModel,
+            "yarn_log_multiplier",
+        ),
         (lambda m, t: m.update({"llama.rope.dimension_count": 8}), UnsupportedModel, "8 of 16"),
         (lambda m, t: m.update({"tokenizer.ggml.tokens": [1, 2, 3]}), BadCheckpoint, "tokens holds"),
         (lambda m, t: m.update({"tokenizer.ggml.eos_token_id": "2"}), BadCheckpoint, "eos_token_id"),

@@ -328,30 +328,39 @@ def _layer(
 ) -> tuple[str, str]:
     """One decoder layer; returns the next layer's normed input and the residual stream."""
     spec = graph.spec
-    bias = np.concatenate([source.vector(f"{layer}.{part}.bias") for part in "qkv"]) if spec.qkv_bias else None
-    packed = _joined(graph, f"{layer}.qkv", {part: matrix(f"{layer}.{part}") for part in "qkv"}, normed, bias)
+    bias = {part: source.vector(f"{layer}.{part}.bias") for part in spec.biased}
+    qkv_bias = np.concatenate([bias[part] for part in "qkv"]) if spec.qkv_bias else None
+    packed = _joined(graph, f"{layer}.qkv", {part: matrix(f"{layer}.{part}") for part in "qkv"}, normed, qkv_bias)
     if spec.attention.qk_norm:
         packed = _normed_heads(graph, source, layer, packed)
     attended = _attention(graph, layer, packed)
-    projected = _linear(graph, f"{layer}.o", matrix(f"{layer}.o"), attended)
+    projected = _linear(graph, f"{layer}.o", matrix(f"{layer}.o"), attended, bias.get("o"))
     added = _addend(graph, source, f"{layer}.post_attn", projected)
     normed, hidden = _add_norm(graph, f"{layer}.ffn", added, hidden, source.vector(f"{layer}.ffn_norm"))
-    down = _addend(graph, source, f"{layer}.post_ffn", _feed_forward(graph, matrix, layer, normed))
+    down = _addend(graph, source, f"{layer}.post_ffn", _feed_forward(graph, matrix, layer, normed, bias))
     last = layer + 1 == spec.num_layers
     gain = source.vector("norm") if last else source.vector(f"{layer + 1}.attn_norm")
     return _add_norm(graph, f"{layer + 1}.attn", down, hidden, gain)
 
 
-def _feed_forward(graph: _Graph, matrix: Matrices, layer: int, normed: str) -> str:
-    linear, order = _without_order(_store(graph, f"{layer}.down", matrix(f"{layer}.down")))
-    gate = _linear(graph, f"{layer}.gate", _take_rows(matrix(f"{layer}.gate"), order), normed)
-    up = _linear(graph, f"{layer}.up", _take_rows(matrix(f"{layer}.up"), order), normed)
+def _feed_forward(graph: _Graph, matrix: Matrices, layer: int, normed: str, bias: dict[str, Float32]) -> str:
+    linear, order = _without_order(_store(graph, f"{layer}.down", matrix(f"{layer}.down"), bias.get("down")))
+    gate, up = (
+        _hidden_layer(graph, f"{layer}.{part}", matrix, order, normed, bias.get(part)) for part in ("gate", "up")
+    )
     if graph.spec.block.activation == "silu":
         gated = graph.node("QuickGelu", [gate], [f"{layer}.silu"], alpha=1.0)
     else:
         gated = graph.node("FastGelu", [gate], [f"{layer}.gelu"])
     product = graph.node("Mul", [gated, up], [f"{layer}.gated"])
     return _matmul(graph, linear, product, f"{layer}.down.out")
+
+
+def _hidden_layer(graph: _Graph, name: str, matrix: Matrices, order: Order | None, x: str, bias: Float32 | None) -> str:
+    """Gate or up, with its outputs in the order in which `down` wants its input; None: as they are."""
+    if bias is not None and order is not None:
+        bias = np.asarray(bias[order])
+    return _linear(graph, name, _take_rows(matrix(name), order), x, bias)
 
 
 def _addend(graph: _Graph, source: WeightSource, name: str, delta: str) -> str:
