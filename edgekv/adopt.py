@@ -32,7 +32,7 @@ from edgekv.model.families import eos_ids
 from edgekv.model.fields import token_ids
 from edgekv.model.foreign import GENAI_CONFIG, ForeignFolder
 from edgekv.model.rope_config import rope_from_config
-from edgekv.model.spec import ModelSpec, RopeSpec
+from edgekv.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from edgekv.weights.base import NO_TOKENIZER, TokenizerFiles
 from edgekv.weights.hub import HubFolder
 
@@ -94,11 +94,13 @@ def _spec(foreign: ForeignFolder, adapted: Adapted) -> ModelSpec:
     """The model's geometry, from the graph; context, family and end-of-text ids from the configs beside it."""
     geometry, config, genai = adapted.geometry, foreign.config, foreign.genai
     _check_config(foreign, geometry)
-    context = genai.get("context_length", config.get("max_position_embeddings", len(adapted.cos)))
+    context = genai.get("context_length", config.get("max_position_embeddings", len(adapted.tables[0][0])))
     family = config.get("model_type", genai.get("type", "unknown"))
     if not isinstance(context, int) or not isinstance(family, str):
         raise BadCheckpoint(f"The configs in {foreign.root} give {context!r} as context and {family!r} as family.")
     places = (config, foreign.generation, genai)
+    rope, *local = [rope_of_tables(cos, sin, _config_ropes(config, geometry.head_dim)) for cos, sin in adapted.tables]
+    windows = tuple(window if window < context or local else 0 for window in geometry.windows)
     return ModelSpec(
         family=family,
         num_layers=geometry.num_layers,
@@ -109,7 +111,9 @@ def _spec(foreign: ForeignFolder, adapted: Adapted) -> ModelSpec:
         head_dim=geometry.head_dim,
         vocab_size=geometry.vocab_size,
         max_context=context,
-        rope=rope_of_tables(adapted.cos, adapted.sin, _config_ropes(config, geometry.head_dim)),
+        rope=rope,
+        local_rope=local[0] if local else None,
+        attention=AttentionSpec(softcap=geometry.softcap, windows=windows if any(windows) else ()),
         tied_embeddings=geometry.tied,
         bos_id=next((number for place in places for number in token_ids(place, "bos_token_id")), None),
         eos_ids=eos_ids(*places),

@@ -9,6 +9,7 @@ The graphs of tests/data/onnx were made of two checkpoints of helpers/checkpoint
                  last-logits         -p fp32, prune_lm_head=true fuse_qkv=false
                  fp16                -p fp16 -e dml: RotaryEmbedding apart, position_ids
                  web                 -p int4 -e webgpu: float16 around 4 bits
+                 gemma2              -p fp32, of "gemma2" of helpers/families.py: a window, softcaps, a scale
     optimum-*    optimum-onnx 0.1.0, `python -m optimum.exporters.onnx --task text-generation-with-past`, of both
     browser-q4   optimum-llama through onnxruntime 1.32.0's MatMulNBitsQuantizer (block 32), laid out as repositories
                  for browsers are
@@ -37,6 +38,9 @@ import pytest
 from conftest import ATTENTION, TinyModels
 from helpers.chat import TEMPLATE
 from helpers.engines import measured_scales
+from helpers.families import VARIANTS, write_variant
+from helpers.families import WINDOW as FAMILY_WINDOW
+from helpers.in_cache import InCacheModel, load
 from helpers.reference import SinkModel, relative_errors
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -293,6 +297,54 @@ def test_adopted_once_and_again_when_it_changes(folder: Callable[[str], Path], t
     assert not (changed.folder / "kv_scales.safetensors").exists()
 
 
+WINDOW = 16
+
+
+def windows_and_softcap(graph: onnx.GraphProto) -> None:
+    """As in Gemma: the first layer sees a window and turns at another base, and both bound their scores."""
+    nodes = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    for node, size in zip(nodes, (WINDOW, -1), strict=True):
+        kept = [a for a in node.attribute if a.name not in ("local_window_size", "softcap")]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        node.attribute.append(onnx.helper.make_attribute("local_window_size", size))
+        node.attribute.append(onnx.helper.make_attribute("softcap", 2.0))
+    for index, table in ((7, "cos_cache"), (8, "sin_cache")):
+        angles = np.outer(np.arange(2048), 500.0 ** -(np.arange(8) / 8))
+        values = (np.cos if table == "cos_cache" else np.sin)(angles).astype(np.float32)
+        graph.initializer.append(onnx.numpy_helper.from_array(values, f"{table}_local"))
+        nodes[0].input[index] = f"{table}_local"
+
+
+def test_windows_softcaps_and_a_second_rope(
+    folder: Callable[[str], Path], tmp_path: Path, open_onnx: OpenEngine
+) -> None:
+    """They are attributes and inputs of the maker's own operator, which is the oracle: up to and beyond the window."""
+    source = folder("genai-fp32")
+    edited(source, windows_and_softcap)
+    model = prepare(str(source), home=tmp_path / "home")
+    assert model.spec.windows == (WINDOW, 0)
+    assert model.spec.attention.softcap == 2.0
+    assert (model.spec.rope.theta, model.spec.local_rope and round(model.spec.local_rope.theta)) == (10000.0, 500)
+    found = open_onnx(model, KVSpec(64, "float"), level=4).forward(IDS, all_logits=True)
+    assert relative_errors(found, makers_logits(source / "model.onnx", IDS)).max() < EXACT
+    assert relative_errors(found, makers_logits(DATA / "genai-fp32" / "model.onnx", IDS)).mean() > HALF
+
+
+def test_windows_through_evictions(folder: Callable[[str], Path], tmp_path: Path, open_onnx: OpenEngine) -> None:
+    """Of a graph whose operator drops what left the window; the oracle is transformers' layers. Measured: 2e-6."""
+    model = prepare(str(folder("genai-gemma2")), home=tmp_path / "home")
+    assert model.spec.windows == (FAMILY_WINDOW, 0)
+    ids = np.random.default_rng(5).integers(3, 500, 150).tolist()
+    engine = open_onnx(model, KVSpec(64, "float", sinks=4, stride=8))
+    timeline = Timeline(engine)
+    timeline.rewind(ids, 4)
+    found = timeline.append(ids, all_logits=True)[0]
+    checkpoint = load(write_variant(VARIANTS["gemma2"], tmp_path / "gemma2"))
+    assert engine.evicted >= 80
+    assert relative_errors(found, InCacheModel(checkpoint, 64, 8, 4).run(ids)).max() < EXACT
+
+
 # ---- what cannot be run ----------------------------------------------------------------------------------------------
 
 
@@ -407,8 +459,7 @@ def embedded_elsewhere(graph: onnx.GraphProto) -> None:
     ("edit", "words"),
     [
         (unknown_attention, r"no GroupQueryAttention.*edgekv convert"),
-        (set_attribute("local_window_size", 16), r"GroupQueryAttention .*a window of 16 tokens.*edgekv convert"),
-        (set_attribute("softcap", 30.0), r"softcap"),
+        (set_attribute("softcap", 30.0), r"softcap is \[0.0, 30.0\] in its layers.*edgekv convert"),
         (set_attribute("rotary_interleaved", 1), r"interleaved rotation"),
         (set_attribute("do_rotary", 0), r"does not rotate"),
         (set_attribute("num_heads", 8), r"num_heads is \[4, 8\]"),

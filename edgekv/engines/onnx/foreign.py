@@ -4,15 +4,16 @@
     input_ids [B, N]                         ids [1, T]
     attention_mask, position_ids             gone: their subgraphs only led to the next two
     GroupQueryAttention's inputs 5, 6        seqlens_k, total
-    RoPE tables, initializers                cos, sin: inputs; a RotaryEmbedding before attention moves into it
+    RoPE tables, initializers                cos, sin: inputs; a RotaryEmbedding before attention moves into it. Layers
+                                             with a window may have another pair (Gemma 3): cos.1, sin.1
     past_key_values.i.key, present.i.key     past_k.i, present_k.i, float32, whatever they were (adapt.set_cache)
     query, key, value apart                  packed by a Concat, as the native operator wants them
     float16 around attention                 cast to float32 before it and back after it
     logits of all or of the last token       `rows` are chosen before the output head; `check` sums what enters it
 
 Weights stay in the user's files (graphfile.py). What a graph asks for and edgekv does not run is refused by the name of
-the node: a window, a soft cap, sinks, an attention bias, interleaved or partial rotation, anything that still reads the
-mask once attention does not.
+the node: sinks, an attention bias, interleaved or partial rotation, anything that still reads the mask once attention
+does not. Windows and a soft cap are GroupQueryAttention's own attributes and stay what they are.
 
 The RoPE must be known beyond the table's end, because positions go on when tokens leave: engines/measured_rope.py.
 """
@@ -20,6 +21,7 @@ The RoPE must be known beyond the table's end, because positions go on when toke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,18 @@ from onnx import TensorProto, helper
 from edgekv.engines.onnx.fuse import fuse_attention
 from edgekv.engines.onnx.graphfile import read_graph, tensor_bytes
 from edgekv.engines.onnx.surgery import LINEAR, Array, GraphEdit, attribute, linear_shapes, without_bias
+from edgekv.engines.rope import rope_inputs
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 
 _COS, _SIN = 7, 8  # inputs of GroupQueryAttention
 _REFUSED_INPUTS = {10: "an attention bias", 11: "attention sinks"}
 _KNOWN_ATTRIBUTES = {
     "num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "local_window_size", "softcap",
-    "smooth_softmax", "k_quant_type", "v_quant_type", "kv_cache_bit_width", "qk_output",
+    "sliding_window_cache", "smooth_softmax", "k_quant_type", "v_quant_type", "kv_cache_bit_width", "qk_output",
 }  # fmt: skip
 _AFTER_HEAD = ("Add", "Mul", "Div", "Cast", "Tanh")
-_OURS = {"ids", "rows", "seqlens_k", "total", "cos", "sin", "check", "head_in"}
+_OURS = {"ids", "rows", "seqlens_k", "total", "cos", "sin", "cos.1", "sin.1", "check", "head_in"}
+_Tables = tuple[Array, ...]
 _FLOATS = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}
 
 
@@ -55,6 +59,8 @@ class Geometry:
     ffn_size: int
     vocab_size: int
     tied: bool  # embedding and head read the same bytes
+    softcap: float = 0.0  # of the scores; 0: none
+    windows: tuple[int, ...] = ()  # one a layer, 0: none; () is all 0
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,7 @@ class Adapted:
 
     model: onnx.ModelProto
     geometry: Geometry
-    cos: Array  # the maker's RoPE tables, [rows, D/2]
-    sin: Array
+    tables: tuple[_Tables, ...]  # the maker's RoPE tables, cos and sin [rows, D/2]; as ModelSpec.ropes
     producer: str  # such as "onnxruntime-genai 0.18.0"
     changes: tuple[str, ...]  # what had to be done to it, for people
     scheme: str  # how the weights are held, such as "int4/32, float32"
@@ -99,17 +104,16 @@ def adapt_foreign(path: Path) -> Adapted:
     layers = _attentions(graph)
     changes = _changes(read.model, layers)
     geometry = _geometry(graph, layers)
-    cos, sin = (_table(graph, name) for name in (layers[0].cos, layers[0].sin))
-    half = cos.dtype == np.float16
+    tables, ropes = _ropes(graph, layers, geometry)
+    half = tables[0][0].dtype == np.float16
     for index, layer in enumerate(layers):
-        _rewire(graph, index, layer, geometry, half=half)
+        _rewire(graph, index, layer, geometry, rope=ropes[index], half=half)
     _choose_rows(graph)
-    _declare(graph, geometry)
+    _declare(graph, geometry, ropes=len(tables))
     return Adapted(
         graph.model,
         geometry,
-        np.asarray(cos, np.float32),
-        np.asarray(sin, np.float32),
+        tuple((np.asarray(cos, np.float32), np.asarray(sin, np.float32)) for cos, sin in tables),
         producer or "an unnamed tool",
         changes,
         _scheme(graph),
@@ -147,9 +151,7 @@ def _refuse_features(graph: GraphEdit, node: onnx.NodeProto) -> None:
     names = [*node.input, *[""] * (12 - len(node.input))]
     found = [what for place, what in _REFUSED_INPUTS.items() if names[place]]
     found += [f"{a.name}" for a in node.attribute if a.name not in _KNOWN_ATTRIBUTES]
-    found += [f"{name}" for name in ("softcap", "smooth_softmax", "qk_output") if attribute(node, name, 0) > 0]
-    if attribute(node, "local_window_size", -1) > 0:
-        found.append(f"a window of {attribute(node, 'local_window_size', -1)} tokens")
+    found += [f"{name}" for name in ("smooth_softmax", "qk_output") if attribute(node, name, 0) > 0]
     if attribute(node, "rotary_interleaved", 0):
         found.append("interleaved rotation")
     if found:
@@ -194,6 +196,7 @@ def _geometry(graph: GraphEdit, layers: list[_Attention]) -> Geometry:
     head_dim = 2 * _table(graph, layers[0].cos).shape[1]
     _check_heads(graph, layers, heads, kv_heads, head_dim)
     hidden, vocab, tied = _sizes(graph, layers)
+    windows = tuple(max(0, attribute(layer.node, "local_window_size", -1)) for layer in layers)
     return Geometry(
         num_layers=len(layers),
         num_heads=heads,
@@ -203,14 +206,37 @@ def _geometry(graph: GraphEdit, layers: list[_Attention]) -> Geometry:
         ffn_size=max(shape[1] for shape in linear_shapes(graph).values()),
         vocab_size=vocab,
         tied=tied,
+        softcap=_same(graph, layers, "softcap", least=0.0),
+        windows=windows if any(windows) else (),
     )
 
 
-def _same(graph: GraphEdit, layers: list[_Attention], name: str) -> int:
+def _same(graph: GraphEdit, layers: list[_Attention], name: str, least: float = 1) -> Any:
     values = {attribute(layer.node, name, 0) for layer in layers}
-    if len(values) != 1 or min(values) < 1:
+    if len(values) != 1 or min(values) < least:
         raise UnsupportedModel(f"{graph.path}: {name} is {sorted(values)} in its layers; edgekv needs one number.")
-    return int(values.pop())
+    return values.pop()
+
+
+def _ropes(graph: GraphEdit, layers: list[_Attention], geometry: Geometry) -> tuple[list[_Tables], list[int]]:
+    """The different pairs of RoPE tables, and which each layer has: all the first, or the second where a window is."""
+    stored = {names: tuple(map(partial(_table, graph), names)) for names in {(each.cos, each.sin) for each in layers}}
+    found: list[_Tables] = []
+    which = []
+    for layer in layers:
+        pair = stored[layer.cos, layer.sin]
+        known = [index for index, other in enumerate(found) if all(map(np.array_equal, pair, other))]
+        found += [] if known else [pair]
+        which += known or [len(found) - 1]
+    slides = [int(window > 0) for window in geometry.windows]
+    if len(found) == 2 and [1 - index for index in which] == slides:
+        return found[::-1], slides
+    if len(found) > 1 and which != slides:
+        raise UnsupportedModel(
+            f"{graph.path} rotates by {len(found)} different tables in its layers; edgekv runs a second one only where "
+            "there is a window."
+        )
+    return found, which
 
 
 def _table(graph: GraphEdit, name: str) -> Array:
@@ -277,7 +303,7 @@ def _scheme(graph: GraphEdit) -> str:
 # ---- rewiring --------------------------------------------------------------------------------------------------------
 
 
-def _rewire(graph: GraphEdit, index: int, layer: _Attention, geometry: Geometry, *, half: bool) -> None:
+def _rewire(graph: GraphEdit, index: int, layer: _Attention, geometry: Geometry, *, rope: int, half: bool) -> None:
     """Put in place of an attention node one that reads our inputs and packed float32, and nothing else."""
     node, packed, attended = layer.node, layer.query, layer.node.output[0]
     graph.remove(node)
@@ -287,18 +313,25 @@ def _rewire(graph: GraphEdit, index: int, layer: _Attention, geometry: Geometry,
         packed = graph.add("Cast", [packed], [f"{index}.qkv.float"], to=TensorProto.FLOAT)
         graph.add("Cast", [f"{index}.attention"], [attended], to=TensorProto.FLOAT16)
         attended = f"{index}.attention"
-    scale = float(attribute(node, "scale", 0.0))
-    usual = not scale or abs(scale * geometry.head_dim**0.5 - 1) < 1e-6
     graph.add(
         "GroupQueryAttention",
-        [packed, "", "", f"past_k.{index}", f"past_v.{index}", "seqlens_k", "total", "cos", "sin"],
+        [packed, "", "", f"past_k.{index}", f"past_v.{index}", "seqlens_k", "total", *rope_inputs(rope)],
         [attended, f"present_k.{index}", f"present_v.{index}"],
         domain="com.microsoft",
         num_heads=geometry.num_heads,
         kv_num_heads=geometry.num_kv_heads,
         do_rotary=1,
-        **({} if usual else {"scale": scale}),
+        **_special(node, index, geometry),
     )
+
+
+def _special(node: onnx.NodeProto, index: int, geometry: Geometry) -> dict[str, Any]:
+    """The attributes of a layer's attention that are not at their defaults."""
+    scale = float(attribute(node, "scale", 0.0))
+    usual = not scale or abs(scale * geometry.head_dim**0.5 - 1) < 1e-6
+    window = geometry.windows[index] if geometry.windows else 0
+    found = {"scale": 0.0 if usual else scale, "softcap": geometry.softcap, "local_window_size": window}
+    return {name: value for name, value in found.items() if value}
 
 
 def _logits(graph: GraphEdit) -> str:
@@ -351,7 +384,7 @@ def _before_choice(graph: GraphEdit, name: str) -> str:
     return str(chosen.input[0])
 
 
-def _declare(graph: GraphEdit, geometry: Geometry) -> None:
+def _declare(graph: GraphEdit, geometry: Geometry, *, ropes: int) -> None:
     """Our inputs and outputs in place of theirs."""
     ids = _ids(graph)
     integers = graph.inputs()[ids].elem_type
@@ -367,8 +400,7 @@ def _declare(graph: GraphEdit, geometry: Geometry) -> None:
         ("rows", TensorProto.INT64, ["R"]),
         ("seqlens_k", TensorProto.INT32, [1]),
         ("total", TensorProto.INT32, []),
-        ("cos", TensorProto.FLOAT, ["C", half]),
-        ("sin", TensorProto.FLOAT, ["C", half]),
+        *((name, TensorProto.FLOAT, ["C", half]) for rope in range(ropes) for name in rope_inputs(rope)),
         *((f"past_{part}.{layer}", TensorProto.FLOAT, cache) for layer in layers for part in "kv"),
     ]
     outputs: list[tuple[str, int, list[Any]]] = [

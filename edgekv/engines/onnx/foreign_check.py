@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import onnx
 
-from edgekv.engines.onnx.adapt import drop_quantised_cache
+from edgekv.engines.onnx.adapt import attention_nodes, drop_quantised_cache
 from edgekv.engines.onnx.foreign import Adapted
 from edgekv.engines.onnx.graphfile import read_graph
 from edgekv.engines.onnx.surgery import Array
+from edgekv.engines.rope import rope_inputs
 from edgekv.errors import EngineError, UnsupportedModel
 
 PROBE = 24
@@ -51,20 +52,31 @@ def check_adapted(path: Path, adapted: Adapted) -> float:
 def _our_feeds(adapted: Adapted, ids: Array) -> dict[str, Array]:
     geometry = adapted.geometry
     cache = np.zeros((1, geometry.num_kv_heads, PROBE, geometry.head_dim), np.float32)
+    return (
+        {
+            "ids": ids,
+            "rows": np.arange(PROBE),
+            "seqlens_k": np.array([PROBE - 1], np.int32),
+            "total": np.array(PROBE, np.int32),
+        }
+        | _our_tables(adapted)
+        | {f"past_{part}.{layer}": cache for layer in range(geometry.num_layers) for part in "kv"}
+    )
+
+
+def _our_tables(adapted: Adapted) -> dict[str, Array]:
     return {
-        "ids": ids,
-        "rows": np.arange(PROBE),
-        "seqlens_k": np.array([PROBE - 1], np.int32),
-        "total": np.array(PROBE, np.int32),
-        "cos": adapted.cos[:PROBE],
-        "sin": adapted.sin[:PROBE],
-    } | {f"past_{part}.{layer}": cache for layer in range(geometry.num_layers) for part in "kv"}
+        name: table[:PROBE]
+        for rope, pair in enumerate(adapted.tables)
+        for name, table in zip(rope_inputs(rope), pair, strict=True)
+    }
 
 
 def _theirs(path: Path, adapted: Adapted, ids: Array) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """The maker's graph with a float cache, and what it reads when nothing is cached."""
     model = read_graph(path).model
     drop_quantised_cache(model)
+    _let_caches_grow(model)
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(PROBE)[None]}
     cache = (1, adapted.geometry.num_kv_heads, 0, adapted.geometry.head_dim)
     given = {}
@@ -77,6 +89,14 @@ def _theirs(path: Path, adapted: Adapted, ids: Array) -> tuple[onnx.ModelProto, 
         else:
             raise UnsupportedModel(f"{path} reads {value.name}, which edgekv does not know how to give.")
     return model, given
+
+
+def _let_caches_grow(model: onnx.ModelProto) -> None:
+    """Layers whose operator itself drops what left the window (sliding_window_cache) need a cache of that size from the
+    beginning; without that attribute they mask the same tokens in a cache that grows."""
+    for node in attention_nodes(model):
+        for attribute in [a for a in node.attribute if a.name == "sliding_window_cache"]:
+            node.attribute.remove(attribute)
 
 
 def _run(path: Path, adapted: Adapted, model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
