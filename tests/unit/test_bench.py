@@ -213,9 +213,12 @@ def made_up(peers: ModuleType, *, others: float = 0.0) -> Any:
     return results
 
 
+AIMS = {("llama.cpp", "decode", 128): 1.05, ("llama.cpp", "decode", 2048): 1.25, ("llama.cpp", "prefill", 2048): 1.0}
+
+
 def test_ratios(peers: ModuleType) -> None:
     """Of the medians; the range is that of the ratios within a round."""
-    rows = peers.make_rows(made_up(peers), ["edgekv", "llama.cpp"], [128, 2048])
+    rows = peers.make_rows(made_up(peers), ["edgekv", "llama.cpp"], [128, 2048], AIMS)
     assert [(row.measure, row.length, row.system) for row in rows] == [
         (measure, length, system)
         for measure, length in (("decode", 128), ("decode", 2048), ("prefill", 2048))
@@ -228,7 +231,7 @@ def test_ratios(peers: ModuleType) -> None:
 
 def test_table(peers: ModuleType) -> None:
     """A row a system, with the ratio and what was aimed at."""
-    lines = peers.table(peers.make_rows(made_up(peers), ["edgekv", "llama.cpp"], [128, 2048]))
+    lines = peers.table(peers.make_rows(made_up(peers), ["edgekv", "llama.cpp"], [128, 2048], AIMS))
     assert lines[1].split() == ["decode", "at", "128", "edgekv", "110", "(100-120)"]
     assert lines[2].split() == ["llama.cpp", "100", "(50-100)", "1.10", "(1.00-2.20)", ">=", "1.05", "met"]
     assert lines[4].endswith(">= 1.25 MISSED")
@@ -238,7 +241,7 @@ def test_table(peers: ModuleType) -> None:
 def test_disturbed_measurements_decide_nothing(peers: ModuleType) -> None:
     """Where other processes ran, a target is neither met nor missed, and the JSON says how much they took."""
     results = made_up(peers, others=0.8)
-    rows = peers.make_rows(results, ["edgekv", "llama.cpp"], [128, 2048])
+    rows = peers.make_rows(results, ["edgekv", "llama.cpp"], [128, 2048], AIMS)
     assert [line.split()[-1] for line in peers.table(rows) if ">=" in line] == ["disturbed"] * 3
     assert peers.to_json(results, rows, {})["most_others"] == 0.8
 
@@ -247,7 +250,8 @@ def test_json(peers: ModuleType) -> None:
     """The rows with their spreads, and what was left out."""
     results = made_up(peers)
     results.skip("openvino-genai", "it is not installed")
-    data = json.loads(json.dumps(peers.to_json(results, peers.make_rows(results, ["edgekv"], [128]), {"rounds": 3})))
+    rows = peers.make_rows(results, ["edgekv"], [128], {})
+    data = json.loads(json.dumps(peers.to_json(results, rows, {"rounds": 3})))
     assert data["skipped"] == {"openvino-genai": "it is not installed"}
     assert data["rows"][0]["rate"] == {"median": 110, "least": 100, "most": 120}
     assert data["provenance"] == {"rounds": 3}
