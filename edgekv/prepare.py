@@ -20,17 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.convert import convert
-from edgekv.errors import ModelNotFound, ScalesError
+from edgekv.errors import InvalidOption, ModelNotFound, ScalesError
 from edgekv.files import atomic_file, exclusive, folder_size, remove_leftovers
 from edgekv.identity import Record, content_key, records
 from edgekv.kv.scales import KVScales, read_scales, scales_name
 from edgekv.kv.spec import Granularity, KVDtype
 from edgekv.model import catalog
-from edgekv.model.converted import ConvertedModel, is_converted, open_converted
+from edgekv.model.converted import TEMPLATE, ConvertedModel, is_converted, open_converted
 from edgekv.model.foreign import ForeignFolder, find_foreign, folder_name, is_current
 from edgekv.model.pull import pull
 from edgekv.units import format_bytes
 from edgekv.weights import open_source
+from edgekv.weights.hub import HubFolder
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -43,23 +44,48 @@ class Watch:
     tell: Callable[[str], None] = lambda sentence: None
 
 
-def prepare(target: str, *, home: Path, watch: Watch = Watch()) -> ConvertedModel:
+def prepare(target: str, *, home: Path, watch: Watch = Watch(), chats: bool = False) -> ConvertedModel:
     """The model directory for what a user named, made if need be.
+
+    Args:
+        chats: refuse what has no chat template, before anything is made of a folder or file that is here.
 
     Raises:
         ModelNotFound, DownloadFailed, BadCheckpoint, UnsupportedModel, StorageError: see edgekv.errors.
+        InvalidOption: `chats`, and there is no chat template.
     """
+    model = _prepared(target, home, watch, chats)
+    if chats:
+        _check_chats(model.description.name, (model.folder / TEMPLATE).exists())
+    return model
+
+
+def _prepared(target: str, home: Path, watch: Watch, chats: bool) -> ConvertedModel:
     path = Path(target).expanduser()
     if is_converted(path):
         return open_converted(path)
     if target.startswith("hf:") or target in catalog.names():
         return _prepare_pulled(target, home, watch)
     if (foreign := find_foreign(path)) is not None:
+        if chats:
+            beside = HubFolder(foreign.root)
+            _check_chats(target, beside.has_template, beside.missing_tokenizer)
         return _prepare_foreign(foreign, home, watch)
     if path.exists():
-        return _prepare_source(path, home, watch)
+        return _prepare_source(path, home, watch, chats)
     known = ", ".join(catalog.names())
     raise ModelNotFound(f"{target!r} is neither a file or folder here nor a known model: the known ones are {known}.")
+
+
+def _check_chats(name: str, has_template: bool, missing_tokenizer: str = "") -> None:
+    """Refuse what cannot chat, with the reason."""
+    if missing_tokenizer:
+        raise InvalidOption(f"{name} cannot chat: {missing_tokenizer}")
+    if not has_template:
+        raise InvalidOption(
+            f"{name} has no chat template, so it cannot chat: use a model that has one, or continue plain text with "
+            "generate() in a program or /v1/completions of `edgekv serve`."
+        )
 
 
 def find_scales(
@@ -155,12 +181,14 @@ def _prepare_foreign(foreign: ForeignFolder, home: Path, watch: Watch) -> Conver
     return open_converted(folder)
 
 
-def _prepare_source(path: Path, home: Path, watch: Watch) -> ConvertedModel:
+def _prepare_source(path: Path, home: Path, watch: Watch, chats: bool) -> ConvertedModel:
     record = Record.of(path, home)
     before = home / "models" / record.conversion
     if record.conversion and is_converted(before) and record.is_current(path):
         return open_converted(before)
     source = open_source(path)
+    if chats:
+        _check_chats(str(path), source.has_template, source.missing_tokenizer)
     if source.missing_tokenizer:
         watch.tell(f"The model will run on token ids only: {source.missing_tokenizer}")
     key = content_key(path, map(Path, source.files), record, watch.progress)

@@ -80,7 +80,7 @@ def command(model: str, prompt: str | None, system: str | None, as_json: bool, *
     keeping = Keeping.taken_from(values)
     sampling = given(SamplingOptions, values)
     options = LoadOptions(**({"overflow": "window"} | given(LoadOptions, values)))
-    with ready_runtime(model, options) as runtime, ExitStack() as stack:
+    with ready_runtime(model, options, chats=True) as runtime, ExitStack() as stack:
         session = runtime.session(system=runtime.model.description.system if system is None else system, **sampling)
         store = SessionStore(home_of(options))
         name = keeping.name(store, runtime.model.description.name)

@@ -20,22 +20,24 @@ if TYPE_CHECKING:
     from edgekv.kv.scales import KVScales
 
 
-def ready_runtime(target: str, options: LoadOptions) -> Runtime:
-    """Prepare and load a model."""
-    from edgekv.api import open_runtime
+def ready_runtime(target: str, options: LoadOptions, *, chats: bool = False) -> Runtime:
+    """Prepare and load a model. chats: one without a chat template is refused before anything is made or measured."""
+    from edgekv.api import check_combination, open_runtime
 
-    model = ready_model(target, options)
-    if options.kv_dtype not in ("float", "fp16") and options.scales is None:
-        _calibrate_if_needed(model, options)
+    model = ready_model(target, options, chats=chats)
+    kv = KVSpec(MIN_CAPACITY, options.kv_dtype, options.granularity)
+    check_combination(kv, options)
+    if kv.dtype not in ("float", "fp16") and options.scales is None:
+        ready_scales(model, kv, options)
     return open_runtime(model, options)
 
 
-def ready_model(target: str, options: LoadOptions) -> ConvertedModel:
-    """Pull and convert if need be."""
+def ready_model(target: str, options: LoadOptions, *, chats: bool = False) -> ConvertedModel:
+    """Pull and convert if need be. chats: refuse what has no chat template."""
     from edgekv.prepare import Watch, prepare
 
     with render.progress_bar() as report:
-        return prepare(target, home=home_of(options), watch=Watch(report, render.note))
+        return prepare(target, home=home_of(options), watch=Watch(report, render.note), chats=chats)
 
 
 def ready_scales(
@@ -67,18 +69,3 @@ def ready_scales(
     scales = find_scales(model, kv.dtype, kv.granularity, Path(path))
     assert scales is not None, "only a quantised cache is asked for"
     return scales
-
-
-def _calibrate_if_needed(model: ConvertedModel, options: LoadOptions) -> None:
-    from edgekv.api import check_combination
-
-    check_combination(KVSpec(MIN_CAPACITY, options.kv_dtype, options.granularity), options)
-    path = model.folder / scales_name(options.kv_dtype, options.granularity)
-    if path.exists():
-        return
-    from edgekv.calibrate.options import CalibrateOptions
-    from edgekv.cli.calibrate import calibrate_and_write
-
-    kind = f"{options.kv_dtype} per {options.granularity}"
-    render.note(f"{model.description.name} has no KV scales for {kind} yet: measuring them once.")
-    calibrate_and_write(model, CalibrateOptions(dtype=options.kv_dtype, granularity=options.granularity), path, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from helpers.chat import make_chat_model
 
 from edgekv.cli import COMMANDS
+from edgekv.convert import convert
 from edgekv.kv.scales import read_scales, write_scales
 from edgekv.model.converted import ConvertedModel
 
@@ -203,6 +205,18 @@ class TestRefusals:
     def test_an_unknown_name(self, tmp_path: Path) -> None:
         """The known ones are listed."""
         assert "smollm2-135m-instruct" in refused(edgekv("chat", "smolm2", "-p", "x", home=tmp_path))
+
+    def test_a_model_that_cannot_chat(self, tmp_path: Path) -> None:
+        """Without a chat template, or a tokenizer: refused before it is converted, and before scales are measured."""
+        source, home = tmp_path / "source", tmp_path / "home"
+        shutil.copytree(DATA, source)
+        assert "no chat template" in refused(edgekv("chat", source, "-p", "x", home=home))
+        (source / "tokenizer.json").unlink()
+        assert "tokenizer.json: copy" in refused(edgekv("chat", source, "-p", "x", home=home))
+        assert not (home / "models").exists()
+        made = convert(DATA, tmp_path / "made").model
+        assert "no chat template" in refused(edgekv("chat", made.folder, "-p", "x", home=home))
+        assert not list(made.folder.glob("kv_scales*"))
 
     def test_too_little_memory(self, chat_model: ConvertedModel) -> None:
         """--memory 50MB: the table, and a number that helps."""

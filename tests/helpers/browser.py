@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from helpers.chromium import Browser
 
 HAND_OVER = """
 import fcntl, os, sys
@@ -22,13 +23,6 @@ for number, end in zip((3, 4), ends):
 os.execv(sys.argv[3], sys.argv[3:])
 """
 """Becomes the browser, which reads its commands from 3 and answers on 4."""
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-
-
-def find_browser() -> str | None:
-    """The browser's program, if there is one."""
-    return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Page:
@@ -122,16 +116,17 @@ class Page:
 
 
 @contextmanager
-def browser_page(program: str, profile: Path) -> Iterator[Page]:
+def browser_page(browser: Browser, profile: Path) -> Iterator[Page]:
     """Start the browser with a fresh profile and one page."""
     command = [
-        program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        browser.program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
         "--remote-debugging-pipe", f"--user-data-dir={profile}", "--disable-background-networking",
     ]  # fmt: skip
     to_browser, from_browser = os.pipe(), os.pipe()
     ends = (to_browser[0], from_browser[1])
     launch = [sys.executable, "-c", HAND_OVER, *map(str, ends), *command]
-    process = subprocess.Popen(launch, pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quietly = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(launch, pass_fds=ends, env=os.environ | browser.environment, **quietly)
     for end in ends:
         os.close(end)
     page = Page(to_browser[1], from_browser[0])

@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import py_mini_racer
 import pytest
-from helpers.browser import Page, browser_page, find_browser
+from helpers.browser import Page, browser_page
 from helpers.chat import make_chat_model
+from helpers.chromium import Browser, find_browser
 from helpers.serving import serving, serving_runtime
 
 import edgekv
@@ -97,6 +98,7 @@ class TestPureParts:
         [
             ("One\n\nTwo\nlines", [("text", "One"), ("text", "Two\nlines")]),
             ("a\n```py\nx = 1\n\ny\n```\nb", [("text", "a"), ("code", "x = 1\n\ny"), ("text", "b")]),
+            ("```\nx\n```\n\nAfter\n", [("code", "x"), ("text", "After")]),
             ("```\nstill open", [("code", "still open")]),
             ("~~~\n```\n~~~", [("code", "```")]),
             ("", []),
@@ -117,13 +119,19 @@ class TestPureParts:
         assert sizes == ["0 B", "1023 B", "1.5 KiB", "343 MiB", "6.0 GiB"]
 
 
+@pytest.fixture(scope="module")
+def browser() -> Browser:
+    """A headless Chromium."""
+    found = find_browser()
+    if found is None:
+        pytest.skip("there is no Chromium, and npm could not fetch one (Debian: apt install chromium)")
+    return found
+
+
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
+def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     """A browser's page; at the end nothing was thrown, and no request or policy failed."""
-    program = find_browser()
-    if program is None:
-        pytest.skip("there is no Chromium (Debian: apt install chromium)")
-    with browser_page(program, tmp_path / "profile") as made:
+    with browser_page(browser, tmp_path / "profile") as made:
         yield made
         assert made.complaints == []
 
@@ -219,6 +227,11 @@ class TestInTheBrowser:
         page.wait("document.querySelector('.meta button') !== null")
         assert page.run("document.documentElement.scrollWidth") <= width
         assert page.run("document.getElementById('log').scrollWidth <= document.getElementById('log').clientWidth")
+        retry, log = (
+            json.loads(page.run(f"JSON.stringify(document.querySelector('{name}').getBoundingClientRect())"))
+            for name in (".meta button", "#log")
+        )
+        assert retry["bottom"] <= log["bottom"], "the end of an answer is scrolled into view"
         send = page.run("JSON.stringify(document.getElementById('send').getBoundingClientRect())")
         assert json.loads(send)["height"] >= (44 if phone else 36)
         assert json.loads(send)["bottom"] <= height

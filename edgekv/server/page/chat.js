@@ -104,7 +104,9 @@ function describe(item, text) {
   again.type = "button";
   again.addEventListener("click", retry);
   line.append(again);
+  const atEnd = isAtEnd();
   item.append(line);
+  if (atEnd) scrollToEnd();
 }
 
 function draw() {
@@ -211,7 +213,7 @@ function done(item, made) {
   if (seconds > 0 && usage.completion_tokens > 1) parts.push(`${Math.round(usage.completion_tokens / seconds)} a second`);
   parts.push(`${usage.reused_tokens ?? 0} of ${usage.prompt_tokens ?? 0} prompt tokens reused`);
   if (usage.evicted_tokens) parts.push(`${usage.evicted_tokens} evicted`);
-  if (made.reason === "length") parts.push("stopped at the longest length");
+  if (made.reason === "length") parts.push("ended at the longest length");
   describe(item, parts.join(" · "));
   say("The answer is complete.");
 }
@@ -226,6 +228,7 @@ function failed(item, made, error) {
   const note = element("p", "failed", error.message);
   note.setAttribute("role", "alert");
   item.append(note);
+  scrollToEnd();
   describe(item, "");
   say("There is no answer.");
 }

@@ -41,7 +41,8 @@ export function blocksOf(text) {
     const joined = lines.join("\n");
     lines = [];
     if (kind === "code") blocks.push({ kind, text: joined });
-    else joined.split(/\n{2,}/).filter((part) => part.trim()).forEach((part) => blocks.push({ kind, text: part }));
+    else joined.replace(/^\n+|\n+$/g, "").split(/\n{2,}/).filter((part) => part.trim())
+      .forEach((part) => blocks.push({ kind, text: part }));
   };
   for (const line of text.split("\n")) {
     const mark = /^\s{0,3}(`{3,}|~{3,})/.exec(line)?.[1];

@@ -1,0 +1,159 @@
+"""What a person waits for in a long chat: `python scripts/conversation_times.py`, where edgekv is installed.
+
+    first token    from Enter to the first text of the answer, at turn 2 and at turn 50, for the same new text: length
+                   check, rendering and tokenising the history, reading what is new, evicting. Every round is a whole
+                   conversation of its own, so both turns meet the same machine; medians over the rounds, and the ratio
+    restore        loading a saved session (its hash checked, its rows copied) beside reading the same tokens
+    save           what writing the session after an answer takes, and its size
+
+Times mean something on an idle machine only. The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import edgekv
+from edgekv.calibrate.corpus import seed_prompts
+
+SYSTEM = "You are a helpful assistant. Answer in one or two sentences."
+QUESTION = "What would you take along on a long walk in the hills, and why?"
+EARLY, LATE = 2, 50
+"""The turns that are compared."""
+ANSWER_TOKENS = 24
+LIMIT = 1.3
+"""Issue: the first token of turn 50 within 1.3 times that of turn 2."""
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Medians of one capacity, in milliseconds."""
+
+    capacity: int
+    early_ms: float
+    late_ms: float
+    evicted: int  # tokens that had left by the last turn
+
+    @property
+    def ratio(self) -> float:
+        """Late over early."""
+        return self.late_ms / self.early_ms
+
+
+@dataclass(frozen=True)
+class Restored:
+    """One length, in milliseconds."""
+
+    tokens: int
+    prefill_ms: float
+    restore_ms: float
+    save_ms: float
+    size_bytes: int
+
+
+def first_token(model: str, capacity: int, rounds: int, threads: int) -> FirstToken:
+    """Whole conversations of 50 turns in a cache of this capacity."""
+    times: dict[int, list[float]] = {EARLY: [], LATE: []}
+    with edgekv.load(model, context=capacity, threads=threads) as runtime:
+        for _ in range(rounds):
+            session = runtime.session(system=SYSTEM, overflow="window", temperature=0.0, max_new_tokens=ANSWER_TOKENS)
+            runtime.chat_state.reset()
+            for turn, text in enumerate(_questions(LATE), 1):
+                waited = _ask(session, QUESTION if turn in times else text)
+                if turn in times:
+                    times[turn].append(waited)
+        evicted = runtime.chat_state.timeline.engine.evicted
+    return FirstToken(capacity, *(_median_ms(times[turn]) for turn in (EARLY, LATE)), evicted)
+
+
+def restored(model: str, lengths: Sequence[int], rounds: int, threads: int) -> list[Restored]:
+    """Reading, saving and restoring prompts of about these lengths, each once a round."""
+    with edgekv.load(model, threads=threads) as runtime, tempfile.TemporaryDirectory() as folder:
+        return [_restored(runtime, length, rounds, Path(folder) / "session.safetensors") for length in lengths]
+
+
+def _restored(runtime: edgekv.Runtime, length: int, rounds: int, path: Path) -> Restored:
+    text = _text_of(runtime, length)
+    prefill, save, restore = [], [], []
+    for _ in range(rounds):
+        session = runtime.session(temperature=0.0, max_new_tokens=1)
+        runtime.chat_state.reset()
+        prefill.append(_timed(lambda session=session: list(session.send(text))))
+        save.append(_timed(lambda session=session: session.save(path)))
+        session.reset()
+        restore.append(_timed(lambda session=session: session.load(path)))
+    tokens = runtime.chat_state.timeline.window.length
+    return Restored(tokens, *map(_median_ms, (prefill, restore, save)), path.stat().st_size)
+
+
+def _ask(session: edgekv.Session, text: str) -> float:
+    """Send a text as `edgekv chat` does; seconds until the first text of the answer."""
+    started = time.perf_counter()
+    session.precheck(text).require()
+    waited = 0.0
+    for event in session.send(text):
+        if isinstance(event, edgekv.TextDelta) and not waited:
+            waited = time.perf_counter() - started
+    return waited
+
+
+def _questions(count: int) -> Iterable[str]:
+    prompts = seed_prompts()
+    return (" ".join(prompts[index % len(prompts)].split()[:24]) for index in range(count))
+
+
+def _text_of(runtime: edgekv.Runtime, length: int) -> str:
+    """Shipped text, repeated, that becomes a prompt of at most this many tokens with an answer."""
+    tokenizer = runtime.chat_state.tokenizer
+    ids = tokenizer.encode("\n".join(seed_prompts()))
+    overhead = runtime.session().precheck("").input_tokens + 8
+    return tokenizer.decode((ids * (length // len(ids) + 1))[: length - overhead])
+
+
+def _timed(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def _median_ms(seconds: Sequence[float]) -> float:
+    return 1000 * statistics.median(seconds)
+
+
+def main() -> int:
+    """Measure and print; 1 if turn 50 takes too long."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--capacities", type=int, nargs="*", default=[512, 1024, 4096])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048, 8192])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=0)
+    options = parser.parse_args()
+    turns, lengths = [], []
+    for capacity in options.capacities:
+        turns.append(first_token(options.model, capacity, options.rounds, options.threads))
+        print(
+            "capacity {0.capacity}: first token at turn 2 {0.early_ms:.0f} ms, at turn 50 {0.late_ms:.0f} ms "
+            "({0.ratio:.2f}x), {0.evicted} tokens evicted".format(turns[-1]),
+            flush=True,
+        )
+    for found in restored(options.model, options.lengths, options.rounds, options.threads):
+        lengths.append(found)
+        print(
+            "{0.tokens} tokens: read in {0.prefill_ms:.0f} ms, restored in {0.restore_ms:.0f} ms, saved in "
+            "{0.save_ms:.0f} ms ({0.size_bytes} bytes)".format(found)
+        )
+    print(json.dumps({"turns": [asdict(found) for found in turns], "lengths": [asdict(found) for found in lengths]}))
+    return 1 if any(found.ratio > LIMIT for found in turns) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
