@@ -101,7 +101,10 @@ class AsyncRuntime:
         """End all answers and free the engine. Closing twice is fine."""
         if not self._closed:
             self._closed = True
-            for stream in tuple(self._line):
+            line = tuple(self._line)
+            for stream in line:  # all of them before any is waited for: none of those that wait may begin
+                stream.drop()
+            for stream in line:
                 await stream.aclose()
             await asyncio.get_running_loop().run_in_executor(self._worker, self.runtime.close)
             self._worker.shutdown()

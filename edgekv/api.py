@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 OnEvent = Callable[[Event], object]
 """Is called with each event of an answer; an exception from it ends the answer and is raised."""
 
+PARKED_CACHES = 4
+"""Conversations that wait may use the disk for so many times the whole cache (parking.py)."""
+
 Reply = Finished
 """A whole answer: text, finish_reason, usage."""
 
@@ -187,7 +190,7 @@ class Runtime:
         fingerprint = model.fingerprint + length_mark(model.spec, plan.kv.capacity)
         identity = CacheIdentity.of(fingerprint, model.description.name, plan.kv, engine.scales)
         left_bytes = max(0, (plan.budget_bytes or 0) - plan.total_bytes)
-        lot = ParkingLot(left_bytes, home_of(options) / "parked")
+        lot = ParkingLot(left_bytes, home_of(options) / "parked", PARKED_CACHES * plan.cache_bytes)
         self._chat = SharedChat(engine, tokenizer, chat_format, bos, identity, lot)
 
     def __enter__(self) -> Runtime:

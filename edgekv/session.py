@@ -185,18 +185,12 @@ class Chat:
         before = self._seated()
         if seat is before:
             return
+        parked, seat.parked = seat.parked, None  # first, so that it is not what has to make room
         if before is not None and self.timeline.window.length:
-            self._park(before)
-        self._seated, parked, seat.parked = weakref.ref(seat), seat.parked, None
+            self._lot.park(before, ChatState(self.timeline.save(copy=False), self._known))
+        self._seated = weakref.ref(seat)
         if parked is not None:
             self._load(parked)
-
-    def _park(self, seat: Seat) -> None:
-        state = ChatState(self.timeline.save(copy=False), self._known)
-        try:
-            seat.parked = state.with_rows_of(self._lot.park(state.timeline.engine, self.timeline.pinned))
-        except OSError:  # the disk is full: then it is read again when it is needed
-            seat.parked = None
 
     def _load(self, state: ChatState) -> None:
         self._known = EncodedText()
