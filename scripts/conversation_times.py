@@ -148,8 +148,8 @@ def main() -> int:
     for found in restored(options.model, options.lengths, options.rounds, options.threads):
         lengths.append(found)
         print(
-            "{0.tokens} tokens: read in {0.prefill_ms:.0f} ms, restored in {0.restore_ms:.0f} ms, saved in "
-            "{0.save_ms:.0f} ms ({0.size_bytes} bytes)".format(found)
+            f"{found.tokens} tokens: read in {found.prefill_ms:.0f} ms, restored in {found.restore_ms:.0f} ms, saved in "
+            f"{found.save_ms:.0f} ms ({found.size_bytes} bytes)"
         )
     print(json.dumps({"turns": [asdict(found) for found in turns], "lengths": [asdict(found) for found in lengths]}))
     return 1 if any(found.ratio > LIMIT for found in turns) else 0
