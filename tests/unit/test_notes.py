@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from helpers.chat import make_chat_model
 import edgekv
 from edgekv.generate import Event, Evicted, Finished, NotedDown
 from edgekv.model.converted import ConvertedModel
-from edgekv.notes import HEADING, Notepad
+from edgekv.notes import HEADING, OWN_WORDS, Notepad, Task
 from edgekv.session import Session
 from edgekv.text.template import Message
 
@@ -137,3 +138,20 @@ def test_what_the_model_sees() -> None:
     assert Notepad("", 2).view(messages) == messages[2:]
     assert Notepad("N", 2).without(messages[:1]) == Notepad()
     assert Notepad("N", 2).without(messages[:2]) == Notepad("N", 2)
+
+
+def test_the_users_words_are_kept(runtime: edgekv.Runtime) -> None:
+    """Statements stand in the note as they were said, the newest that fit; what only repeats an answer is left out, and
+    what is new has half of the note."""
+    tokenizer = runtime.chat_state.tokenizer
+    answer = "How nice that you are going to Bergen in June."
+    about: list[Message] = []
+    for text in ("I am Marta.", "Who are you?", "I go to Bergen. " * 20, "No nuts"):
+        about += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+    task = Task([], edgekv.SamplingOptions(), 600, len(about), about)
+    bergen = "I go to Bergen. " * 6 + "..."
+    own = f"{OWN_WORDS}\nI am Marta.\n{bergen}\nNo nuts"
+    assert task.result(answer, tokenizer) == Notepad(own, 8)
+    assert task.result("She goes to Bergen.", tokenizer).note == f"{own}\nShe goes to Bergen."
+    assert replace(task, limit=60).result(answer, tokenizer).note == f"{OWN_WORDS}\nNo nuts"
+    assert replace(task, about=about[2:4]).result(answer, tokenizer).note == answer
