@@ -147,10 +147,8 @@ def main() -> int:
         )
     for found in restored(options.model, options.lengths, options.rounds, options.threads):
         lengths.append(found)
-        print(
-            f"{found.tokens} tokens: read in {found.prefill_ms:.0f} ms, restored in {found.restore_ms:.0f} ms, saved in "
-            f"{found.save_ms:.0f} ms ({found.size_bytes} bytes)"
-        )
+        times = f"read in {found.prefill_ms:.0f} ms, restored in {found.restore_ms:.0f} ms"
+        print(f"{found.tokens} tokens: {times}, saved in {found.save_ms:.0f} ms ({found.size_bytes} bytes)", flush=True)
     print(json.dumps({"turns": [asdict(found) for found in turns], "lengths": [asdict(found) for found in lengths]}))
     return 1 if any(found.ratio > LIMIT for found in turns) else 0
 
