@@ -78,9 +78,9 @@ def load(model: str | os.PathLike[str], **options: Any) -> Runtime:
     return open_runtime(prepare(os.fspath(model), home=home_of(chosen)), chosen)
 
 
-def open_runtime(model: ConvertedModel, options: LoadOptions) -> Runtime:
-    """Plan, find the scales and open the engine."""
-    plan = plan_for(model, options)
+def open_runtime(model: ConvertedModel, options: LoadOptions, *, server: bool = False) -> Runtime:
+    """Plan, find the scales and open the engine. server: plan with what `edgekv serve` takes beside."""
+    plan = plan_for(model, options, server=server)
     check_combination(plan.kv, options)
     path = None if options.scales is None else Path(options.scales)
     scales = find_scales(model, options.kv_dtype, options.granularity, path)

@@ -43,14 +43,14 @@ def home_of(options: LoadOptions) -> Path:
     return cache_home(None if options.home is None else Path(options.home))
 
 
-def plan_for(model: ConvertedModel, options: LoadOptions) -> Plan:
-    """The memory plan of a converted model under these options.
+def plan_for(model: ConvertedModel, options: LoadOptions, *, server: bool = False) -> Plan:
+    """The memory plan of a converted model under these options. server: with what `edgekv serve` takes beside.
 
     Raises:
         MemoryBudgetError, InvalidOption: see `edgekv.kv.plan.make_plan`.
     """
     footprint = footprint_of(model, options)
-    return make_plan(model.spec, footprint, plan_request(model.spec, options), budget(options))
+    return make_plan(model.spec, footprint, plan_request(model.spec, options, server=server), budget(options))
 
 
 def footprint_of(model: ConvertedModel, options: LoadOptions) -> Footprint:
@@ -60,8 +60,8 @@ def footprint_of(model: ConvertedModel, options: LoadOptions) -> Footprint:
     return Footprint.of(model.spec, model.description.weight_bytes)
 
 
-def plan_request(spec: ModelSpec, options: LoadOptions) -> PlanRequest:
-    """The part of the options that the plan is about."""
+def plan_request(spec: ModelSpec, options: LoadOptions, *, server: bool = False) -> PlanRequest:
+    """The part of the options that the plan is about. server: with what `edgekv serve` takes beside."""
     torch = choose(options.engine, options.device, options.kv_dtype).name == "torch"
     return PlanRequest(
         options.kv_dtype,
@@ -70,6 +70,7 @@ def plan_request(spec: ModelSpec, options: LoadOptions) -> PlanRequest:
         options.sinks,
         options.stride,
         torch=torch,
+        server=server,
         runtime_bytes=TORCH_RUNTIME_BYTES if torch else RUNTIME_BYTES,
         rings=not torch and native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
     )

@@ -26,15 +26,16 @@ ALTERNATIVES: tuple[KVDtype, ...] = ("int4", "int8", "fp16", "float")
 @click.command
 @click.argument("model", default=catalog.DEFAULT_MODEL)
 @options_of(LoadOptions, leave_out=("overflow", "scales", "threads"))
+@click.option("--serve", "server", is_flag=True, help="With what `edgekv serve` takes beside.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def command(model: str, as_json: bool, **values: Any) -> int:
+def command(model: str, server: bool, as_json: bool, **values: Any) -> int:
     """Show what MODEL takes in memory: a model directory, a catalog name, or a config.json (weights are estimated)."""
     options = LoadOptions(**given(LoadOptions, values))
     spec, footprint = _resolve(model, options)
-    request, limit = plan_request(spec, options), budget(options)
+    request, limit = plan_request(spec, options, server=server), budget(options)
     plan = make_plan(spec, footprint, request, None if options.context else limit)
     plan = replace(plan, budget_bytes=limit)
-    requests = {dtype: plan_request(spec, replace(options, kv_dtype=dtype)) for dtype in ALTERNATIVES}
+    requests = {dtype: plan_request(spec, replace(options, kv_dtype=dtype), server=server) for dtype in ALTERNATIVES}
     counts = {dtype: tokens_that_fit(spec, footprint, request, limit) for dtype, request in requests.items()}
     if as_json:
         render.print_json(render.plan_json(plan, counts))

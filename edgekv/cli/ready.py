@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     from edgekv.kv.scales import KVScales
 
 
-def ready_runtime(target: str, options: LoadOptions, *, chats: bool = False) -> Runtime:
-    """Prepare and load a model. chats: one without a chat template is refused before anything is made or measured."""
+def ready_runtime(target: str, options: LoadOptions, *, chats: bool = False, server: bool = False) -> Runtime:
+    """Prepare and load a model.
+
+    Args:
+        chats: one without a chat template is refused before anything is made or measured.
+        server: plan with what the server takes beside.
+    """
     from edgekv.api import check_combination, open_runtime
 
     model = ready_model(target, options, chats=chats)
@@ -29,7 +34,7 @@ def ready_runtime(target: str, options: LoadOptions, *, chats: bool = False) -> 
     check_combination(kv, options)
     if kv.dtype not in ("float", "fp16") and options.scales is None:
         ready_scales(model, kv, options)
-    return open_runtime(model, options)
+    return open_runtime(model, options, server=server)
 
 
 def ready_model(target: str, options: LoadOptions, *, chats: bool = False) -> ConvertedModel:

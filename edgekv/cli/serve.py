@@ -35,7 +35,7 @@ def command(model: str, **values: Any) -> None:
 
     bound = listen(options)
     load = LoadOptions(**given(LoadOptions, values))
-    with ready_runtime(model, load) as runtime:
+    with ready_runtime(model, load, server=True) as runtime:
         host = f"[{options.host}]" if ":" in options.host else options.host
         render.say(f"{runtime.model.description.name} at http://{host}:{bound.getsockname()[1]} (Ctrl-C ends it)")
         serve(AsyncRuntime(runtime, max_waiting=options.max_waiting), options, bound)

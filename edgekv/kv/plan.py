@@ -8,6 +8,8 @@
     workspace        4 T (8 E + 3 F + qkv)           activations of one prefill chunk of T tokens
     logits           4 V
     runtime          Python, ONNX Runtime and the session, measured
+    server, schemas  only for `edgekv serve`: its packages, and 1.2 KiB a token of the vocabulary for answers that must
+                     follow a schema
 
 Predicted and measured peak agree within 5 % (tests/parity/test_memory.py). The file works from a config alone and
 loads no tensor library.
@@ -30,6 +32,14 @@ has been looked up. Measured 2026-11-29 on Linux x86-64 with onnxruntime 1.32.0 
 (INT8) and 139 MiB (float) after English prose, 142 and 150 MiB after ids from the whole vocabulary, 117 MiB after one
 short text. With AVX2 alone, where weights are unpacked in another way: 155 and 154 MiB after such ids. The figure lies
 between, within 5 % of a whole process on either."""
+
+SERVER_BYTES = 14 * MIB
+"""starlette, uvicorn and what they import. Measured 2026-11-30: the peak of `edgekv serve` on the default model at 2048
+slots, 364 MiB after answers from most of the vocabulary, less the other lines."""
+
+SCHEMA_BYTES_A_TOKEN = 1170
+"""llguidance's own form of the vocabulary and its parsers. Measured in the same run: 55 to 60 MiB for 49,152 tokens
+when the first answer had to follow a schema; nothing more for the second."""
 
 TORCH_RUNTIME_BYTES = 710 * MIB
 """Python, torch, transformers (244 MiB when imported), the pages of the source that have been read, and the largest
@@ -82,6 +92,7 @@ class PlanRequest:
     rings: bool = False  # whether a layer with a window may hold its last tokens only (engines/onnx/ring.py)
     runtime_bytes: int = RUNTIME_BYTES
     torch: bool = False  # planned for the torch engine
+    server: bool = False  # with what `edgekv serve` takes beside
 
     def __post_init__(self) -> None:
         KVSpec(MIN_CAPACITY, self.dtype, self.granularity, sinks=0)  # refuses what is no dtype or granularity
@@ -245,7 +256,17 @@ def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, kv: KVSp
             "Python, torch, transformers (measured)" if request.torch else "Python, ONNX Runtime, session (measured)",
         ),
     )
-    return tuple(line for line in lines if line.size_bytes)
+    return tuple(line for line in (*lines, *_server_lines(spec, request)) if line.size_bytes)
+
+
+def _server_lines(spec: ModelSpec, request: PlanRequest) -> list[PlanLine]:
+    if not request.server:
+        return []
+    schemas = SCHEMA_BYTES_A_TOKEN * spec.vocab_size
+    return [
+        PlanLine("server", SERVER_BYTES, "starlette, uvicorn (measured)"),
+        PlanLine("schemas", schemas, f"V x {SCHEMA_BYTES_A_TOKEN} bytes, once an answer must follow one"),
+    ]
 
 
 def _torch_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[PlanLine]:

@@ -80,6 +80,18 @@ def test_lines_add_up() -> None:
     assert "tied embedding" not in sizes
 
 
+def test_the_server_is_counted_where_it_is_planned() -> None:
+    """Measured: `edgekv serve` on the default model at 2,048 slots peaks at 424 MiB once a schema was followed, and the
+    plan without these lines says 350."""
+    smollm2 = model(vocab_size=49152)
+    without, served = (plan_of(smollm2, context=4096, server=server) for server in (False, True))
+    more = {line.name: line.size_bytes for line in served.lines if line not in without.lines}
+    assert more.keys() == {"server", "schemas"}
+    assert sum(more.values()) == pytest.approx(74 * MIB, rel=0.1)
+    small = plan_of(QWEN3, 3 * GIB, server=True)
+    assert small.kv.capacity < plan_of(QWEN3, 3 * GIB).kv.capacity
+
+
 def test_weights_are_exact_or_marked_as_estimated() -> None:
     """A converted model's file size is taken as it is; a tied embedding is counted twice."""
     tied = replace(QWEN3, tied_embeddings=True)
