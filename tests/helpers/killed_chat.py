@@ -22,7 +22,6 @@ import edgekv.files
 from edgekv import session_file
 from edgekv.cli import run
 from edgekv.engines.onnx.engine import OnnxEngine
-from edgekv.engines.onnx.ring import RingEngine
 from edgekv.session import Session
 
 PHASES = ("prefill", "decode", "evict", "write", "flush", "before-rename", "after-rename")
@@ -79,8 +78,7 @@ def main() -> int:
     report, phase, after, delay_s, *arguments = sys.argv[1:]
     killer = Killer(Path(report), phase, int(after), float(delay_s))
     hook(OnnxEngine, "forward", lambda engine, tokens: killer.enter("prefill" if len(tokens) > 1 else "decode"))
-    for engine in (OnnxEngine, RingEngine):
-        hook(engine, "evict", lambda *_: killer.enter("evict"))
+    hook(OnnxEngine, "evict", lambda *_: killer.enter("evict"))
     hook(session_file, "_write", lambda *_: killer.enter("write"))
     hook(edgekv.files, "_flush", lambda *_: killer.enter("flush"))
     hook(os, "replace", lambda *_: killer.enter("before-rename"), lambda: killer.enter("after-rename"))

@@ -27,6 +27,7 @@ from transformers import AutoConfig
 from edgekv.engines.onnx import engine as onnx_engine
 from edgekv.engines.onnx.binding import DeviceCache
 from edgekv.engines.onnx.engine import OnnxEngine
+from edgekv.engines.onnx.ring import RingInputs
 from edgekv.engines.rope import rope_tables
 from edgekv.generate import Timeline
 from edgekv.kv.spec import KVDtype, KVSpec
@@ -330,13 +331,18 @@ def test_rows_beyond_the_length_are_never_read(tiny_models: TinyModels, open_onn
     np.testing.assert_array_equal(results[0], results[1])
 
 
+def memory_of(engine: OnnxEngine) -> Any:
+    """What takes rows at any place."""
+    return getattr(engine._cache, "memory", engine._cache)
+
+
 def poison_tail(engine: OnnxEngine) -> None:
     if engine.length == engine.kv.capacity:
         return
     for part, layer in [(part, layer) for part in "kv" for layer in range(engine.spec.num_layers)]:
         rows = engine._cache.read(part, layer, engine.length, engine.kv.capacity)
         worst = {"float": np.nan, "int8": 127, "int4": 0xFF}[engine.kv.dtype]
-        engine._cache.write(part, layer, engine.length, np.full_like(rows, worst))
+        memory_of(engine).write(part, layer, engine.length, np.full_like(rows, worst))
 
 
 @pytest.mark.parametrize("attention", ["gqa"])
@@ -352,7 +358,7 @@ def test_device_cache_equals_host_cache(
     host = open_onnx(model, kv, scales)
     monkeypatch.setattr(onnx_engine, "HostCache", lambda spec, kv: DeviceCache(spec, kv, "cpu"))
     device = open_onnx(model, kv, scales)
-    assert isinstance(device._cache, DeviceCache)
+    assert isinstance(memory_of(device), DeviceCache)
     np.testing.assert_array_equal(run(host, ids)[0], run(device, ids)[0])
     saved = host.save()
     for mine, other in zip((*saved.keys, *saved.values), (*device.save().keys, *device.save().values), strict=True):
@@ -387,7 +393,7 @@ def test_three_times_the_capacity(tiny_models: TinyModels, open_onnx: OpenEngine
 
 def _without_new_angles(engine: OnnxEngine, move: Move) -> None:
     OnnxEngine.evict(engine, move)
-    engine._tables[0] = rope_tables(engine.spec.rope, engine.spec.head_dim, 0, engine.kv.capacity)
+    engine._inputs.tables[0] = rope_tables(engine.spec.rope, engine.spec.head_dim, 0, engine.kv.capacity)
 
 
 def _without_pinned_rerun(engine: OnnxEngine, move: Move) -> None:
@@ -395,36 +401,36 @@ def _without_pinned_rerun(engine: OnnxEngine, move: Move) -> None:
     OnnxEngine.evict(engine, move)
     for part, layers in zip("kv", rows, strict=True):
         for layer, kept in enumerate(layers):
-            engine._cache.write(part, layer, 0, kept)
+            memory_of(engine).write(part, layer, 0, kept)
 
 
 def _one_row_too_few(engine: OnnxEngine, move: Move) -> None:
     OnnxEngine.evict(engine, move)
-    engine._cache.move(move.start, move.start + 1, engine.length - move.start - 1)
+    memory_of(engine).move(move.start, move.start + 1, engine.length - move.start - 1)
 
 
 def _without_second_rotation(engine: OnnxEngine, move: Move) -> None:
     type(engine).evict(engine, move)
-    place = type(engine)._place
+    place = RingInputs.place
 
     def broken(past: int, count: int) -> None:
-        place(engine, past, count)
-        for angles in engine._angles.values():
+        place(engine._inputs, past, count)
+        for angles in engine._inputs.angles.values():
             table = angles.fill(past, engine.evicted, count)
             table[2:] = table[:2]
 
-    engine._place = broken
+    engine._inputs.place = broken
 
 
 def _one_slot_beside(engine: OnnxEngine, move: Move) -> None:
     type(engine).evict(engine, move)
-    place = type(engine)._place
+    place = RingInputs.place
 
     def broken(past: int, count: int) -> None:
-        place(engine, past, count)
-        engine._state[2] += 1  # the operator is told of one pinned slot too many
+        place(engine._inputs, past, count)
+        engine._inputs.state[2] += 1  # the operator is told of one pinned slot too many
 
-    engine._place = broken
+    engine._inputs.place = broken
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from transformers import AutoConfig
 from edgekv.engines.base import Engine
 from edgekv.engines.onnx import adapt, native
 from edgekv.engines.onnx.engine import OnnxEngine, OnnxOptions, open_engine
-from edgekv.engines.onnx.ring import RingCache, RingEngine
+from edgekv.engines.onnx.ring import RingCache
 from edgekv.engines.rope import rope_tables
 from edgekv.errors import InvalidOption, UnsupportedModel
 from edgekv.generate import Timeline
@@ -67,7 +67,7 @@ def open_native(open_onnx: OpenEngine) -> OpenEngine:
 
     def open_one(*arguments: Any, **options: Any) -> OnnxEngine:
         engine = open_onnx(*arguments, **{"attention": "native", **options})
-        assert isinstance(engine, RingEngine)
+        assert engine.attention == "native"
         return engine
 
     return open_one
@@ -553,25 +553,25 @@ def test_an_eviction_moves_nothing(tiny_models: TinyModels, open_native: OpenEng
         np.testing.assert_array_equal(block, old)
 
 
-def _without_pinned_angles(engine: RingEngine) -> None:
+def _without_pinned_angles(engine: OnnxEngine) -> None:
     """The pinned queries at their absolute position, as if keys had been left at old angles."""
     _break_angles(engine, lambda table: table.__setitem__(slice(2, 4), table[:2]))
 
 
-def _without_evicted(engine: RingEngine) -> None:
+def _without_evicted(engine: OnnxEngine) -> None:
     """New tokens at their slot's position instead of an absolute one."""
     _break_angles(engine, lambda table: table.__setitem__(slice(0, 2), table[2:]))
 
 
-def _break_angles(engine: RingEngine, change: Callable[[Any], None]) -> None:
-    fill = engine._angles[0].fill
+def _break_angles(engine: OnnxEngine, change: Callable[[Any], None]) -> None:
+    fill = engine._inputs.angles[0].fill
 
     def broken(past: int, evicted: int, count: int) -> Any:
         table = fill(past, evicted, count)
         change(table)
         return table
 
-    engine._angles[0].fill = broken  # type: ignore[method-assign]
+    engine._inputs.angles[0].fill = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("broken", [_without_pinned_angles, _without_evicted])
@@ -598,10 +598,10 @@ def windowed(tiny_models: TinyModels) -> ConvertedModel:
 
 
 @pytest.fixture
-def open_pair(tiny_models: TinyModels, open_native: OpenEngine) -> Callable[..., list[RingEngine]]:
+def open_pair(tiny_models: TinyModels, open_native: OpenEngine) -> Callable[..., list[OnnxEngine]]:
     """The same cache twice: every layer with all slots, and the second layer with a ring of its own."""
 
-    def open_both(dtype: KVDtype, capacity: int = 768) -> list[RingEngine]:
+    def open_both(dtype: KVDtype, capacity: int = 768) -> list[OnnxEngine]:
         model, scales = windowed(tiny_models), scales_for(tiny_models, "llama", dtype)
         scales = scales and replace(scales, fingerprint=model.fingerprint)
         engines = []
@@ -610,7 +610,7 @@ def open_pair(tiny_models: TinyModels, open_native: OpenEngine) -> Callable[...,
                 if not ring:
                     patch.setattr(KVSpec, "ring_slots", lambda self, window, chunk: self.capacity)
                 engine = open_native(model, KVSpec(capacity, dtype), scales, chunk=16)
-            assert isinstance(engine, RingEngine)
+            assert isinstance(engine._cache, RingCache)
             assert engine._cache.own_ring(1) is ring
             assert not engine._cache.own_ring(0)
             engines.append(engine)
@@ -620,7 +620,7 @@ def open_pair(tiny_models: TinyModels, open_native: OpenEngine) -> Callable[...,
 
 
 @pytest.mark.parametrize("dtype", ["float", "int8"])
-def test_a_ring_of_its_own_changes_nothing(open_pair: Callable[..., list[RingEngine]], dtype: KVDtype) -> None:
+def test_a_ring_of_its_own_changes_nothing(open_pair: Callable[..., list[OnnxEngine]], dtype: KVDtype) -> None:
     """Through evictions, cuts, a saved state and another pinned prefix: the logits are as with all slots."""
     ids = random_ids(1600)
     whole, ring = open_pair(dtype)
@@ -645,7 +645,7 @@ def test_a_ring_of_its_own_changes_nothing(open_pair: Callable[..., list[RingEng
     same(lambda engine: engine.forward(ids[1590:1600]))
 
 
-def test_a_ring_says_what_it_no_longer_keeps(open_pair: Callable[..., list[RingEngine]]) -> None:
+def test_a_ring_says_what_it_no_longer_keeps(open_pair: Callable[..., list[OnnxEngine]]) -> None:
     """A cut further back than its rows reach empties the cache, and the timeline reads the prompt again."""
     ids = random_ids(760)
     for engine, kept in zip(open_pair("float"), (True, False), strict=True):
@@ -664,7 +664,7 @@ def test_a_ring_says_what_it_no_longer_keeps(open_pair: Callable[..., list[RingE
         assert engine.length == (200 if kept else 0)
 
 
-def test_an_eviction_into_the_pinned_prefix_is_refused(open_pair: Callable[..., list[RingEngine]]) -> None:
+def test_an_eviction_into_the_pinned_prefix_is_refused(open_pair: Callable[..., list[OnnxEngine]]) -> None:
     """A ring of its own has no pinned rows, so a window must not reach them. No timeline asks for it."""
     whole, ring = open_pair("float")
     for engine in (whole, ring):

@@ -102,7 +102,7 @@ def test_a_failing_run_leaves_the_cache_as_it_was(
     engine: OnnxEngine, monkeypatch: pytest.MonkeyPatch, error: BaseException, failing: int
 ) -> None:
     """The second of two chunks fails: the first is taken back, too, and the next run gives what it would have given."""
-    monkeypatch.setattr(engine, "_options", replace(engine._options, chunk=6))
+    monkeypatch.setattr(engine, "_chunk", 6)
     before = content(engine)
     wanted = engine.forward(IDS[:12]).copy()
     engine.truncate(40)
@@ -128,13 +128,14 @@ def test_a_failing_eviction_resets(engine: OnnxEngine, monkeypatch: pytest.Monke
 
 def test_an_eviction_that_fails_while_rows_move_resets(engine: OnnxEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C after the rows have moved and before anything says so."""
-    move = engine._cache.move
+    owner, name = (engine._cache, "forget") if engine.attention == "native" else (engine._cache.memory, "move")
+    move = getattr(owner, name)
 
     def interrupted(*arguments: int) -> None:
         move(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._cache, "move", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.evict(Move(4, 8, 40))
     assert (engine.length, engine.evicted) == (0, 0)

@@ -176,15 +176,15 @@ class Copier(FakeEngine):
     """Continues with the token that followed where the latest tokens agree longest with earlier ones: a perfect reader
     of what its cache holds, and of nothing else."""
 
-    def _logits(self) -> Any:
-        held, longest, found = self._tokens, 0, 0
+    def _logits(self, held: Sequence[int]) -> Any:
+        longest, found = 0, 0
         for end in range(len(held) - 1):
             length = 0
             while length <= end and held[end - length] == held[-1 - length]:
                 length += 1
             if length > longest:
                 longest, found = length, held[end + 1]
-        return np.where(np.arange(self._spec.vocab_size) == found, 9, 0).astype(np.float32)
+        return np.where(np.arange(self.spec.vocab_size) == found, 9, 0).astype(np.float32)
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """Preallocated buffers, bound once: everything a run reads or writes, with its shape beside it.
 
 ONNX Runtime reads and writes these arrays in place. The traps, met and handled here: an array given by pointer must
-outlive the run, so `Buffers` owns them all; a binding remembers the shape it was given, so only what changes its shape
-(ids, rows, logits) is bound again, and only then; the cache is bound as past and as present, which makes the operator
-append in place.
+outlive the run, so whoever binds it keeps it; a binding remembers the shape it was given, so only what changes its
+shape (ids, rows, logits) is bound again, and only then; the cache is bound as past and as present, which makes the
+operator append in place.
 
 On another device than the CPU the cache lives in OrtValues instead and rows travel through the host when they move,
 which happens once per stride.
@@ -12,7 +12,6 @@ which happens once per stride.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,17 +44,9 @@ class CacheMemory(Protocol):
     def move(self, target: int, source: int, count: int) -> None: ...
 
 
-class LayerRows(Sequence[Array]):
-    """The rows of the first tokens of each layer, read when they are asked for."""
-
-    def __init__(self, cache: CacheMemory, part: str, layers: int, length: int) -> None:
-        self._cache, self._part, self._layers, self._length = cache, part, range(layers), length
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __getitem__(self, layer: Any) -> Any:
-        return self._cache.read(self._part, self._layers[layer], 0, self._length)
+def bind_array(io: Any, name: str, array: Array) -> None:
+    """Bind an input in host memory by pointer; the caller keeps the array alive."""
+    io.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
 class HostCache:
@@ -179,7 +170,7 @@ class StepBuffers:
 
     def _bind_lengths(self) -> None:
         for name, array in (("seqlens_k", self._last), ("total", self._total)):
-            self._io.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+            bind_array(self._io, name, array)
 
     def _bind(self, count: int, rows: int) -> None:
         if self._logits.shape[1] != rows:

@@ -1,45 +1,28 @@
 """OnnxEngine: one ONNX Runtime session over one preallocated cache.
 
-`forward` runs chunks of at most `chunk` tokens. `evict` is the scheme of kv/window.py: rows move down, the RoPE tables
-are re-made for the new positions, and the pinned prefix is run again at slot 0, which rewrites its rows at the angles
-just before the window and nothing else. Its queries see only themselves, so its hidden states are what they were.
+Two operators compute attention, and each wants its cache in its own way: edgekv's own ("native") a ring (ring.py),
+ONNX Runtime's GroupQueryAttention ("gqa") rows that move down (moved.py). All else is the same for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from edgekv.engines.base import (
-    EngineState,
-    Logits,
-    PinnedAngles,
-    check_ids,
-    check_move,
-    check_room,
-    check_rows,
-    check_state,
-)
+from edgekv.engines.base import Logits
+from edgekv.engines.cached import CachedEngine
 from edgekv.engines.onnx import native
-from edgekv.engines.onnx.binding import (
-    CACHE_DTYPES,
-    Array,
-    CacheMemory,
-    DeviceCache,
-    HostCache,
-    LayerRows,
-    StepBuffers,
-    row_items,
-)
-from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
-from edgekv.errors import DependencyMissing, EngineError, InvalidOption, UnsupportedModel
+from edgekv.engines.onnx.binding import Array, DeviceCache, HostCache, StepBuffers
+from edgekv.engines.onnx.centre import CentreTable
+from edgekv.engines.onnx.moved import MovedCache, MovedInputs
+from edgekv.engines.onnx.ring import RingCache, RingInputs
+from edgekv.errors import DependencyMissing, EngineError, InvalidOption, ScalesError, UnsupportedModel
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
-from edgekv.kv.window import Move
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
 
@@ -72,163 +55,65 @@ class OnnxOptions:
         return self.device != "cpu" if self.half_attention is None else self.half_attention
 
 
-class OnnxEngine:
-    """One model on one device with one preallocated cache; see `edgekv.engines.base.Engine`."""
+class OnnxEngine(CachedEngine):
+    """One model on one device with one preallocated cache; see `edgekv.engines.base.Engine`.
 
-    def __init__(self, model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: OnnxOptions) -> None:
-        check_combination(kv, options)
-        self._spec, self._kv, self._options = model.spec, kv, options
-        self._scales, self._model = scales, model
-        self._session: Any = open_session(model, kv, options, self.attention, scales)
+    Args:
+        attention: which operator computes it; each has a cache and inputs of its own.
+    """
+
+    _cache: RingCache | MovedCache
+    _inputs: RingInputs | MovedInputs
+
+    def __init__(
+        self,
+        model: ConvertedModel,
+        kv: KVSpec,
+        scales: KVScales | None,
+        options: OnnxOptions,
+        attention: Literal["native", "gqa"],
+    ) -> None:
+        super().__init__(model.spec, kv, scales, options.chunk)
+        self.attention = attention
+        self._model, self._options = model, options
+        self._session: Any = open_session(model, kv, options, attention, scales)
         self._io: Any = self._session.io_binding()
-        self._constants: list[Array] = []  # bound by pointer, so they must live as long as the session
-        self._tokens: list[int] = []
-        self._evicted = 0
-        self._pinned = 0  # tokens that the last eviction left at the beginning
-        self._bind_cache()
+        if attention == "native":
+            self._cache, self._inputs = _ring(self._io, model.spec, kv, scales, options)
+        else:
+            self._cache, self._inputs = _moved(self._io, model.spec, kv, scales, options)
+        self._cache.bind(self._io)
         self._step = StepBuffers(self._io, options.chunk, model.spec.vocab_size, copied=options.device != "cpu")
 
-    attention: ClassVar[Literal["native", "gqa"]] = "gqa"
-    """Which operator computes attention."""
-    pinned_angles: ClassVar[PinnedAngles] = "moved"
-    """Where the pinned keys stand after evictions; see `EngineState`."""
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model's geometry."""
-        return self._spec
-
-    @property
-    def kv(self) -> KVSpec:
-        """How the cache is stored."""
-        return self._kv
-
-    @property
-    def scales(self) -> KVScales | None:
-        """What the codes in the cache stand for; None where it holds floats."""
-        return self._scales
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The ids in the cache's slots."""
-        return self._tokens
-
-    @property
-    def length(self) -> int:
-        """Filled slots."""
-        return len(self._tokens)
-
-    @property
-    def evicted(self) -> int:
-        """Tokens that have left since the cache was last empty."""
-        return self._evicted
-
-    def forward(self, tokens: Sequence[int], *, all_logits: bool = False) -> Logits:
-        """Append tokens; logits [V] after the last one, or [T, V] after each."""
-        check_room(tokens, self.length, self._kv.capacity)
-        check_ids(tokens, self._spec.vocab_size)
-        before = self.length
-        parts: list[Logits] = []
-        try:
-            for start in range(0, len(tokens), self._options.chunk):
-                part = tokens[start : start + self._options.chunk]
-                last = start + len(part) == len(tokens)
-                rows = range(len(part)) if all_logits else range(len(part) - 1, len(part)) if last else range(0)
-                logits = self._run(part, self.length, rows)
-                if all_logits or last:
-                    parts.append(logits.copy())
-                self._tokens.extend(part)
-        except BaseException:
-            del self._tokens[before:]
-            raise
-        return np.concatenate(parts) if all_logits else parts[0][0]
-
-    def evict(self, move: Move) -> None:
-        """Drop rows, renumber positions, re-run the pinned prefix."""
-        check_move(move, self.length)
-        try:
-            self._cache.move(move.start, move.start + move.count, move.length - move.start - move.count)
-            del self._tokens[move.start : move.start + move.count]
-            self._evicted += move.count
-            self._pinned = move.start
-            self._set_positions()
-            self._run_pinned(move.start)
-        except BaseException:
-            self.reset()
-            raise
-
-    def keeps(self, length: int) -> bool:
-        """Whether the cache is whole when cut back to `length` tokens: always, where each has its row."""
-        return 0 <= length <= self.length
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from slot `length` on; all of them, if the others are not kept."""
-        if not 0 <= length <= self.length:
-            raise InvalidOption(f"Cannot truncate to {length}: the cache holds {self.length} tokens.")
-        if length == 0 or not self.keeps(length):
-            self.reset()
-        else:
-            del self._tokens[length:]
-
     def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
-        """Dequantised keys and values of slots start .. stop-1, each [K, stop-start, D]."""
+        """Dequantised keys (at the angles of slot + evicted) and values of slots start .. stop-1, each [K, n, D]; of a
+        layer that holds only its last tokens those that are there."""
         k, v = (self._cache.read(part, layer, start, stop) for part in "kv")
-        if self._scales is None:
-            return k.astype(np.float32), v.astype(np.float32)
-        codes = [_unpack_int4(x) if self._kv.dtype == "int4" else x.astype(np.float32) for x in (k, v)]
-        return codes[0] * self._scales.k[layer][:, None], codes[1] * self._scales.v[layer][:, None]
-
-    def save(self, *, copy: bool = True) -> EngineState:
-        """The cache's content, as a copy or read layer by layer."""
-        keys, values = (LayerRows(self._cache, part, self._spec.num_layers, self.length) for part in "kv")
-        pinned = min(self._pinned, self.length)
-        state = EngineState(keys, values, tuple(self._tokens), self._evicted, pinned, self.pinned_angles)
-        return replace(state, keys=tuple(keys), values=tuple(values)) if copy else state
-
-    def load(self, state: EngineState) -> None:
-        """Put a saved content back; it must come from the same model, scales and dtype."""
-        check_state(state, self._spec, self._kv.capacity)
-        self.reset()
-        try:
-            self._evicted, self._pinned = state.evicted, state.pinned
-            self._set_positions()
-            for part, layers in (("k", state.keys), ("v", state.values)):
-                for layer, rows in enumerate(layers):
-                    self._put_back(part, layer, rows, len(state.tokens))
-            self._tokens = list(state.tokens)
-            if state.evicted and state.pinned_angles != self.pinned_angles:
-                self._run_pinned(state.pinned)
-        except BaseException:
-            self.reset()
-            raise
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._tokens = []
-        self._pinned = 0
-        if self._evicted:
-            self._evicted = 0
-            self._set_positions()
+        if self._kv.dtype == "int4":
+            k, v = _unpack_int4(k), _unpack_int4(v)
+        keys, values = k.astype(np.float32), v.astype(np.float32)
+        if self._scales is not None:
+            keys, values = keys * self._scales.k[layer][:, None], values * self._scales.v[layer][:, None]
+        return self._inputs.restored(layer, start, keys), values
 
     def close(self) -> None:
         """Free the session and the cache; the engine cannot be used afterwards."""
         self._tokens = []
         self._io = self._session = None
-        self._constants.clear()
-        for name in ("_cache", "_step", "_tables"):
+        for name in ("_cache", "_inputs", "_step"):
             self.__dict__.pop(name, None)
 
     def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
-        """One run of the graph: `tokens` into slots past .. past+T-1, logits [R, V] (valid until the next run)."""
+        """One run of the graph: `tokens` into slots past .. past+T-1, logits [R, V]."""
         self._step.set(np.asarray(tokens, np.int64), past, rows)
-        self._place(past, len(tokens))
+        self._inputs.place(past, len(tokens))
         try:
             self._session.run_with_iobinding(self._io)
         except Exception as error:  # ONNX Runtime raises a class of its own per status code
             raise EngineError(f"ONNX Runtime failed on {len(tokens)} tokens after {past}: {error}") from error
         if not self._step.finite:
             raise EngineError(self._not_finite(tokens, past))
-        return self._step.logits
+        return self._step.logits.copy()
 
     def _not_finite(self, tokens: Sequence[int], past: int) -> str:
         from edgekv.engines.onnx.diagnose import first_bad_layer
@@ -240,57 +125,24 @@ class OnnxEngine:
             "it was kept. The weights or the KV scales are damaged: convert the model again, or calibrate it again."
         )
 
-    def _bind_cache(self) -> None:
-        """Allocate the cache and bind it with its scales and positions."""
-        self._cache: CacheMemory = (
-            HostCache(self._spec, self._kv)
-            if self._options.device == "cpu"
-            else DeviceCache(self._spec, self._kv, self._options.device)
-        )
-        self._cache.bind(self._io)
-        self._bind_scales()
-        self._ropes = settled_ropes(self._spec, self._kv.capacity)
-        angles = np.float16 if self._options.half else np.float32
-        shape = (len(self._ropes), 2, self._kv.capacity, self._spec.head_dim // 2)  # cos and sin of each RoPE
-        self._tables = np.zeros(shape, angles)
-        self._set_positions()
 
-    def _place(self, past: int, count: int) -> None:
-        """Tell the graph where the next run's tokens go; the tables serve any, so there is nothing to do."""
+def _ring(
+    io: Any, spec: ModelSpec, kv: KVSpec, scales: KVScales | None, options: OnnxOptions
+) -> tuple[RingCache, RingInputs]:
+    """For edgekv's own operator."""
+    slots = [kv.ring_slots(window, options.chunk) for window in spec.windows]
+    centre = None if scales is None or scales.k_centre is None else CentreTable(spec, kv, scales)
+    cache = RingCache(spec, kv, slots, centre)
+    return cache, RingInputs(io, cache, spec, kv, scales, options.chunk)
 
-    def _set_positions(self) -> None:
-        for index, (rope, tables) in enumerate(zip(self._ropes, self._tables, strict=True)):
-            tables[:] = rope_tables(rope, self._spec.head_dim, self._evicted, self._kv.capacity)
-            for name, table in zip(rope_inputs(index), tables, strict=True):
-                self._bind_input(name, table)
 
-    def _bind_input(self, name: str, array: Array) -> None:
-        """Bind by pointer; the caller keeps the array alive."""
-        self._io.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-
-    def _bind_scales(self) -> None:
-        if self._scales is None:
-            return
-        for part, scales in (("k", self._scales.k), ("v", self._scales.v)):
-            for layer, values in enumerate(scales):  # [K, D]
-                array = values[:1, :1].reshape(1) if self._kv.granularity == "tensor" else values[None, :, None, :]
-                self._constants.append(np.ascontiguousarray(array, np.float32))
-                self._bind_input(f"{part}_scale.{layer}", self._constants[-1])
-
-    def _run_pinned(self, count: int) -> None:
-        """Run the first tokens again at slot 0, which rewrites their rows and no others."""
-        for start in range(0, count, self._options.chunk):
-            stop = min(start + self._options.chunk, count)
-            self._run(self._tokens[start:stop], start, range(0))
-
-    def _put_back(self, part: str, layer: int, rows: Array, count: int) -> None:
-        """Write the rows of `count` tokens."""
-        self._check_rows(rows, layer, count)
-        self._cache.write(part, layer, 0, rows)
-
-    def _check_rows(self, rows: Array, layer: int, count: int) -> None:
-        shape = (self._spec.num_kv_heads, count, row_items(self._spec, self._kv.dtype))
-        check_rows(rows, layer, shape, np.dtype(CACHE_DTYPES[self._kv.dtype]))
+def _moved(
+    io: Any, spec: ModelSpec, kv: KVSpec, scales: KVScales | None, options: OnnxOptions
+) -> tuple[MovedCache, MovedInputs]:
+    """For ONNX Runtime's operator."""
+    memory = HostCache(spec, kv) if options.device == "cpu" else DeviceCache(spec, kv, options.device)
+    cache = MovedCache(memory, spec, kv)
+    return cache, MovedInputs(io, cache, spec, kv, scales, half=options.half)
 
 
 def open_engine(
@@ -304,31 +156,28 @@ def open_engine(
         DependencyMissing: ONNX Runtime, or the build of it that the device needs, is not installed.
     """
     options = options or OnnxOptions()
-    engine = _engine_class(model.spec, kv, options)
+    check_combination(kv, options)
+    attention = _operator(model.spec, kv, options)
     if kv.dtype in ("float", "fp16"):
-        return engine(model, kv, None, options)
+        return OnnxEngine(model, kv, None, options, attention)
     if scales is None:
-        from edgekv.errors import ScalesError
-
         raise ScalesError(
             f"A {kv.dtype} cache needs KV scales for {model.folder.name}: make them with `edgekv calibrate`."
         )
     scales.check(model.spec, model.fingerprint, kv.dtype, kv.granularity)
-    return engine(model, kv, scales if engine.attention == "native" else scales.without_centre(), options)
+    return OnnxEngine(model, kv, scales if attention == "native" else scales.without_centre(), options, attention)
 
 
-def _engine_class(spec: ModelSpec, kv: KVSpec, options: OnnxOptions) -> type[OnnxEngine]:
-    """The engine for the attention operator that was asked for, or that serves best."""
-    from edgekv.engines.onnx.ring import RingEngine
-
+def _operator(spec: ModelSpec, kv: KVSpec, options: OnnxOptions) -> Literal["native", "gqa"]:
+    """The attention operator that was asked for, or that serves best."""
     if options.attention == "gqa":
-        return OnnxEngine
+        return "gqa"
     reason = native.refusal(spec, kv, options.device, half=options.half)
     if reason is None:
-        return RingEngine
+        return "native"
     if options.attention == "native":
         raise UnsupportedModel(f"The native attention operator cannot be used: {reason}.")
-    return OnnxEngine
+    return "gqa"
 
 
 def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
@@ -445,7 +294,7 @@ def _import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def _unpack_int4(packed: Array) -> Logits:
+def _unpack_int4(packed: Array) -> Array:
     """[K, T, D/2] bytes -> [K, T, D] codes -8 .. 7, low nibble first."""
     codes = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
-    return codes.astype(np.float32) - 8
+    return codes.astype(np.int8) - 8

@@ -1,15 +1,9 @@
-"""RingEngine: the cache as a ring, read by edgekv's own attention operator, in which an eviction moves nothing.
-
-    slots     0 .. S-1         S .. C-1
-              pinned prefix    ring: token n >= S (counted from the very first) in slot S + (n - S) mod (C - S)
+"""The cache as edgekv's own attention operator wants it: a ring (engines/cached.py) in which an eviction moves nothing.
 
 Keys stay where they were written, at the angle they were written with. A window key has the angle of its absolute
 position n. A pinned key has that of its own slot, and is met by queries turned to their position less the evicted
 tokens: so it sits just before the window, as in StreamingLLM, and the operator turns every query twice. An eviction is
 then nothing but two integers: the oldest slots will be overwritten.
-
-Where the pinned prefix ends is only known at the first eviction (its Move says so). Until then no token has wrapped
-round, token n is in slot n, and S does not matter.
 
 A layer that sees only a window of the last tokens may hold just these (KVSpec.ring_slots): token n in slot n mod R, no
 pinned prefix. It cannot be cut back further than it has rows for; `keeps` says so.
@@ -22,17 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 
-from edgekv.engines.base import EngineState, Logits, PinnedAngles, check_move
-from edgekv.engines.onnx.binding import CACHE_DTYPES, Array
+from edgekv.engines.base import Logits, check_rows
+from edgekv.engines.cached import RingLayout
+from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, bind_array
 from edgekv.engines.onnx.centre import CentreTable
-from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.engines.onnx.native import BLOCK
-from edgekv.engines.rope import amplitudes, inverse_frequencies, rotated_centre, settled_ropes
+from edgekv.engines.rope import amplitudes, inverse_frequencies, rotate, rotated_centre, settled_ropes
 from edgekv.errors import InvalidOption
+from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec, RopeSpec
@@ -73,46 +68,53 @@ class LayerCache:
             self._values[:, block, group, :, inside] = turned
 
 
-class RingCache:
-    """Keys and values of all layers, and which slot holds which token. Rows are asked for in the order of tokens.
+class RingCache(RingLayout):
+    """Keys and values of all layers, and which slot holds which token.
 
     Args:
         slots: of each layer, by default C. A layer with fewer is a ring of its own, of its last tokens.
+        centre: the angles of keys that are held less their centre, a column a slot.
     """
 
-    def __init__(self, spec: ModelSpec, kv: KVSpec, slots: Sequence[int] = ()) -> None:
-        self._capacity = kv.capacity
+    def __init__(
+        self, spec: ModelSpec, kv: KVSpec, slots: Sequence[int] = (), centre: CentreTable | None = None
+    ) -> None:
+        super().__init__()
+        self._capacity, self._windows = kv.capacity, spec.windows
         self._slots = tuple(slots) or (kv.capacity,) * spec.num_layers
-        dtype = np.dtype(CACHE_DTYPES[kv.dtype])
-        self.layers = tuple(LayerCache(spec, dtype, count) for count in self._slots)
-        self.empty()
-
-    def empty(self) -> None:
-        """Count from nothing again."""
-        self.evicted = 0
-        self.pinned = 0
+        self._dtype = np.dtype(CACHE_DTYPES[kv.dtype])
+        self._heads, self._dim = spec.num_kv_heads, spec.head_dim
+        self.layers = tuple(LayerCache(spec, self._dtype, count) for count in self._slots)
         self.written = 0  # tokens, from the very first, up to where slots have been overwritten
-        self._missing = 0  # tokens, from the very first, that no ring holds, whatever room it has
-
-    def own_ring(self, layer: int) -> bool:
-        """Whether the layer holds its last tokens only."""
-        return self._slots[layer] != self._capacity
+        self._missing = 0  # tokens, from the very first, that no ring of a layer's own holds, whatever room it has
+        self._centre, self._centre_stale = centre, False
 
     def bind(self, io: Any) -> None:
         """Bind every layer; the operator writes into its input."""
         for number, layer in enumerate(self.layers):
             for part, rows in layer.parts.items():
                 io.bind_input(f"past_{part}.{number}", "cpu", 0, rows.dtype, (1, *rows.shape), rows.ctypes.data)
+        for name, array in () if self._centre is None else self._centre.inputs():
+            bind_array(io, name, array)
+
+    def own_ring(self, layer: int) -> bool:
+        """Whether the layer holds its last tokens only."""
+        return self._slots[layer] != self._capacity
+
+    @property
+    def whole_layers(self) -> Sequence[int]:
+        """The layers with all C slots."""
+        return [layer for layer in range(len(self.layers)) if not self.own_ring(layer)]
 
     def first(self, layer: int) -> int:
-        """The first token (counted without the evicted ones) whose row the layer still holds, and all after it."""
+        """The first token whose row the layer still holds, and all after it."""
         if not self.own_ring(layer):
             return 0
         return max(0, max(self._missing, self.written - self._slots[layer]) - self.evicted)
 
     def read(self, part: str, layer: int, start: int, stop: int) -> Array:
-        """A copy of the rows of tokens start .. stop-1 (counted without the evicted ones), [K, n, D]; of a layer with a
-        ring of its own those that it still holds."""
+        """A copy of the rows of tokens start .. stop-1, [K, n, D]; of a layer with a ring of its own those that it
+        still holds."""
         start = min(max(start, self.first(layer)), stop)
         return self.layers[layer].read(part, self._places(layer, start, stop))
 
@@ -122,16 +124,53 @@ class RingCache:
         start = max(start, stop - self._slots[layer])
         self.layers[layer].write(part, self._places(layer, start, stop), rows[:, rows.shape[1] - (stop - start) :])
 
-    def put_back(self, part: str, layer: int, length: int, rows: Array) -> None:
-        """The last rows of a content of `length` tokens into a layer's own ring: all of them, or what another held."""
-        start = length - rows.shape[1]
-        self.written = length + self.evicted
-        self._missing = max(self._missing, start + self.evicted if start else 0)
+    def put_back(self, part: str, layer: int, rows: Array, length: int) -> None:
+        """Write a layer's rows; its own ring takes the last ones, as many as another ring held, if its window is among
+        them."""
+        own = self.own_ring(layer)
+        held = max(min(length, self._windows[layer]), min(length, rows.shape[1])) if own else length
+        check_rows(rows, layer, (self._heads, held, self._dim), self._dtype)
+        start = length - held
+        if own:
+            self.written = length + self.evicted
+            self._missing = max(self._missing, start + self.evicted if start else 0)
         self.write(part, layer, start, rows)
+        self._centre_stale = True
+
+    def place(self, past: int, count: int) -> None:
+        """A run is about to write the rows of `count` tokens behind `past` others."""
+        self.written = max(self.written, past + count + self.evicted)
+        if self._centre is not None:
+            span = (0, self._capacity) if self._centre_stale else (past, past + count)
+            self._centre.place(self._places(0, *span), self._positions(*span))
+            self._centre_stale = False
+
+    def check(self, move: Move) -> None:
+        """Refuse an eviction after which a layer with a ring of its own would see the pinned prefix, which it lacks."""
+        if not self._windows_whole(move.length - move.count, self.evicted + move.count, move.start):
+            raise InvalidOption(
+                f"{move} leaves fewer tokens beside the pinned prefix than a layer's window has, and that layer "
+                "keeps no others: evict less at once."
+            )
+
+    def keeps(self, length: int) -> bool:
+        """Whether every layer holds what the token after the first `length` would see."""
+        return self._windows_whole(length, self.evicted, self.pinned)
+
+    def forget(self, move: Move) -> bool:
+        """Drop rows by counting."""
+        anew = super().forget(move)
+        self._centre_stale |= anew
+        return anew
+
+    def reset(self, pinned: int = 0, evicted: int = 0) -> None:
+        """Count from nothing again, or from so many tokens pinned and gone."""
+        super().reset(pinned, evicted)
+        self.written = self._missing = 0
 
     @contextmanager
-    def rings_untouched(self) -> Iterator[None]:
-        """Rings of their own come out as they went in."""
+    def rerunning(self) -> Iterator[None]:
+        """Rings of their own have no place for pinned tokens: they come out as they went in."""
         rings = [
             rows for number, layer in enumerate(self.layers) if self.own_ring(number) for rows in layer.parts.values()
         ]
@@ -140,10 +179,6 @@ class RingCache:
         self.written = written
         for rows, old in zip(rings, kept, strict=True):
             rows[:] = old
-
-    def move(self, target: int, source: int, count: int) -> None:
-        """Forget the tokens target .. source-1: the `count` after them stay where they are."""
-        self.pinned, self.evicted = target, self.evicted + source - target
 
     def _places(self, layer: int, start: int, stop: int) -> Array:
         """The slots of these tokens."""
@@ -155,148 +190,68 @@ class RingCache:
         ring = self.pinned + (tokens - self.pinned + self.evicted) % (self._capacity - self.pinned)
         return np.where(tokens < self.pinned, tokens, ring)
 
-
-class RingEngine(OnnxEngine):
-    """OnnxEngine with the native operator; see `edgekv.engines.base.Engine`."""
-
-    attention: ClassVar[Literal["native", "gqa"]] = "native"
-    pinned_angles: ClassVar[PinnedAngles] = "own"
-    _cache: RingCache
-    _centre: CentreTable | None = None
-
-    def evict(self, move: Move) -> None:
-        """Drop rows by renumbering. A different pinned prefix than at the last eviction costs a copy and a re-run.
-
-        Raises:
-            InvalidOption: a layer with a ring of its own would see the pinned prefix, which it does not have.
-        """
-        check_move(move, self.length)
-        if not self._windows_whole(move.length - move.count, self._evicted + move.count, move.start):
-            raise InvalidOption(
-                f"{move} leaves fewer tokens beside the pinned prefix than a layer's window has, and that layer "
-                "keeps no others: evict less at once."
-            )
-        try:
-            kept = self.save() if self._evicted and move.start != self._cache.pinned else None
-            self._cache.move(move.start, move.start + move.count, move.length - move.start - move.count)
-            del self._tokens[move.start : move.start + move.count]
-            self._evicted, self._pinned = self._cache.evicted, self._cache.pinned
-            if kept is not None:
-                self._pin_anew(move, kept)
-        except BaseException:
-            self.reset()
-            raise
-
-    def keeps(self, length: int) -> bool:
-        """Whether every layer holds what the token after the first `length` would see."""
-        if not super().keeps(length):
-            return False
-        return length == 0 or self._windows_whole(length, self._evicted, self._cache.pinned)
-
-    def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
-        """Dequantised keys (at the angles of slot + evicted) and values of slots start .. stop-1, [K, n, D]; of a layer
-        with a ring of its own only those that it still holds."""
-        keys, values = super().rows(layer, start, stop)
-        pinned = max(0, min(self._cache.pinned, stop) - start)
-        rope = self._spec.rope_layers[layer]
-        if self._evicted and pinned and rope >= 0 and not self._cache.own_ring(layer):
-            turn = self._evicted * self._angles[rope].frequencies
-            cos, sin = np.cos(turn).astype(np.float32), np.sin(turn).astype(np.float32)
-            low, high = np.split(keys[:, :pinned], 2, axis=-1)
-            keys[:, :pinned] = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-        if self._scales is not None and (centre := self._scales.centre_of(layer)) is not None:
-            first = start + self._evicted
-            keys += rotated_centre(centre, self._spec, self._kv.capacity, first, keys.shape[1])
-        return keys, values
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._tokens = []
-        self._evicted = self._pinned = 0
-        self._cache.empty()
-
-    def _set_positions(self) -> None:
-        """The ring turns with the tokens; there are no tables to make anew."""
-        self._cache.pinned, self._cache.evicted = self._pinned, self._evicted
-        self._turn_centre(0, self._kv.capacity)
-
-    def _put_back(self, part: str, layer: int, rows: Array, count: int) -> None:
-        """A layer's own ring takes the last rows, as many as another ring held, if its window is among them."""
-        if not self._cache.own_ring(layer):
-            super()._put_back(part, layer, rows, count)
-            return
-        held = max(min(count, self._spec.windows[layer]), min(count, rows.shape[1]))
-        self._check_rows(rows, layer, held)
-        self._cache.put_back(part, layer, count, rows)
+    def _positions(self, start: int, stop: int) -> Array:
+        """The positions that these tokens' keys are rotated to: their own slots if pinned, else counted from the very
+        first token."""
+        tokens = np.arange(start, stop)
+        return np.where((tokens < self.pinned) & (self.evicted > 0), tokens, tokens + self.evicted)
 
     def _windows_whole(self, length: int, evicted: int, pinned: int) -> bool:
         """Whether rings of their own hold what the token after the first `length` would see: a window of tokens, none
         of them pinned where tokens are missing after these."""
-        for layer, window in enumerate(self._spec.windows):
-            if self._cache.own_ring(layer):
+        for layer, window in enumerate(self._windows):
+            if self.own_ring(layer):
                 oldest = max(0, length + 1 - window)
-                if oldest + evicted < self._cache.first(layer) + self._evicted or (evicted and oldest < pinned):
+                if oldest + evicted < self.first(layer) + self.evicted or (evicted and oldest < pinned):
                     return False
         return True
 
-    def _bind_cache(self) -> None:
-        slots = [self._kv.ring_slots(window, self._options.chunk) for window in self._spec.windows]
-        self._cache = RingCache(self._spec, self._kv, slots)
-        self._cache.bind(self._io)
-        self._bind_scales()
-        self._angles = {
-            index: RunAngles(rope, self._spec.head_dim, self._options.chunk)
-            for index, rope in enumerate(settled_ropes(self._spec, self._kv.capacity))
-            if index in self._spec.rope_layers
+
+class RingInputs:
+    """What the operator reads beside the cache: scales, where a run's tokens go, and the angles of their keys and
+    queries."""
+
+    def __init__(
+        self, io: Any, cache: RingCache, spec: ModelSpec, kv: KVSpec, scales: KVScales | None, chunk: int
+    ) -> None:
+        self._io, self._cache, self._spec, self._kv, self._scales = io, cache, spec, kv, scales
+        self.angles = {
+            index: RunAngles(rope, spec.head_dim, chunk)
+            for index, rope in enumerate(settled_ropes(spec, kv.capacity))
+            if index in spec.rope_layers
         }
-        self._state = np.zeros(4, np.int64)
-        self._bind_input("state", self._state)
         self._placed = 0  # tokens of the run that angles are bound for
+        self.state = np.zeros(4, np.int64)  # tokens before the run, evicted, pinned, C
+        bind_array(io, "state", self.state)
+        pairs = [] if scales is None else zip(scales.k, scales.v, strict=True)
+        self._bound = [np.ascontiguousarray(np.stack(pair), np.float32) for pair in pairs]  # [2, K, D] each
+        for layer, array in enumerate(self._bound):
+            bind_array(io, f"scales.{layer}", array)
 
-    def _bind_scales(self) -> None:
-        if self._scales is None:
-            return
-        for layer, pair in enumerate(zip(self._scales.k, self._scales.v, strict=True)):
-            self._constants.append(np.ascontiguousarray(np.stack(pair), np.float32))  # [2, K, D]
-            self._bind_input(f"scales.{layer}", self._constants[-1])
-        if self._scales.k_centre is not None:
-            self._centre = CentreTable(self._spec, self._kv, self._scales)
-            for name, array in self._centre.inputs():
-                self._bind_input(name, array)
-
-    def _place(self, past: int, count: int) -> None:
-        """State and angles of the next run."""
-        self._state[:] = past, self._evicted, self._cache.pinned, self._kv.capacity
-        self._turn_centre(past, count)
-        self._cache.written = max(self._cache.written, past + count + self._evicted)
-        for index, angles in self._angles.items():
-            table = angles.fill(past, self._evicted, count)
+    def place(self, past: int, count: int) -> None:
+        """Before a run of `count` tokens behind `past` others."""
+        cache = self._cache
+        cache.place(past, count)
+        self.state[:] = past, cache.evicted, cache.pinned, self._kv.capacity
+        for index, angles in self.angles.items():
+            table = angles.fill(past, cache.evicted, count)
             if self._placed != count:
-                self._bind_input(f"angles.{index}", table)
+                bind_array(self._io, f"angles.{index}", table)
         self._placed = count
 
-    def _turn_centre(self, start: int, count: int) -> None:
-        """Note the angles of the keys of tokens start .. start+count-1, where a centre is held out of them."""
-        if self._centre is not None:
-            tokens = np.arange(start, start + count)
-            own_slot = (tokens < self._cache.pinned) & (self._evicted > 0)
-            self._centre.place(
-                self._cache._places(0, start, start + count), np.where(own_slot, tokens, tokens + self._evicted)
-            )
-
-    def _pin_anew(self, move: Move, kept: EngineState) -> None:
-        """Write the rows that stay for a pinned prefix of another length, and run that prefix again."""
-        for layer in range(self._spec.num_layers):
-            if not self._cache.own_ring(layer):
-                for part, rows in (("k", kept.keys[layer]), ("v", kept.values[layer])):
-                    self._cache.write(part, layer, move.start, rows[:, move.start + move.count :])
-        self._turn_centre(0, self.length)
-        self._run_pinned(move.start)
-
-    def _run_pinned(self, count: int) -> None:
-        """As ever; but rings of their own have no place for these tokens, so they get back what they held."""
-        with self._cache.rings_untouched():
-            super()._run_pinned(count)
+    def restored(self, layer: int, start: int, keys: Logits) -> Logits:
+        """Keys of tokens from `start` on, [K, n, D], as the model knows them: the pinned ones turned on to where they
+        would sit just before the window, and the centre put back."""
+        stop, cache = start + keys.shape[1], self._cache
+        pinned, rope = max(0, min(cache.pinned, stop) - start), self._spec.rope_layers[layer]
+        if cache.evicted and pinned and rope >= 0 and not cache.own_ring(layer):
+            turn = cache.evicted * self.angles[rope].frequencies
+            cos, sin = np.cos(turn).astype(np.float32), np.sin(turn).astype(np.float32)
+            keys[:, :pinned] = rotate(keys[:, :pinned], cos, sin)
+        if self._scales is not None and (centre := self._scales.centre_of(layer)) is not None:
+            first = start + cache.evicted
+            keys += rotated_centre(centre, self._spec, self._kv.capacity, first, keys.shape[1])
+        return keys
 
 
 class RunAngles:

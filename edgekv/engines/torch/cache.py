@@ -1,11 +1,6 @@
-"""RingCache: keys and values of all layers in two tensors, written in place; an eviction moves nothing.
+"""RingCache: keys and values of all layers in two tensors, written in place; a ring as engines/cached.py has it.
 
-    slots     0 .. S-1         S .. C-1
-              pinned prefix    ring: token n >= S (counted from the very first) in slot S + (n - S) mod (C - S)
-
-Rows are asked for by *place*: 0 .. length-1, the pinned prefix first, then the window, oldest first. Place j of the
-window is token j + evicted. Where the pinned prefix ends is known from the first eviction on; before it, nothing has
-wrapped round and S is 0. How the keys' angles follow from this is said in attention.py.
+A token's *place* is its number among those in the cache. How the keys' angles follow is said in attention.py.
 """
 
 from __future__ import annotations
@@ -19,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from edgekv.engines.base import check_rows
+from edgekv.engines.cached import RingLayout
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
@@ -57,10 +54,10 @@ class Place:
         self.state.copy_(torch.tensor([past, self.evicted, self.pinned, self.capacity], dtype=torch.int32))
 
     def slots(self, start: int, stop: int) -> Tensor:
-        """The slots of places start .. stop-1, [stop-start] int64 on the cache's device."""
-        places = torch.arange(start, stop, device=self.state.device)
-        ring = self.pinned + (places - self.pinned + self.evicted) % (self.capacity - self.pinned)
-        return torch.where(places < self.pinned, places, ring)
+        """The slots of tokens start .. stop-1, [stop-start] int64 on the cache's device."""
+        tokens = torch.arange(start, stop, device=self.state.device)
+        ring = self.pinned + (tokens - self.pinned + self.evicted) % (self.capacity - self.pinned)
+        return torch.where(tokens < self.pinned, tokens, ring)
 
 
 @dataclass(frozen=True)
@@ -77,16 +74,35 @@ class LayerRows:
     v_scale: Tensor | None
 
 
-class RingCache:
+class RingCache(RingLayout):
     """The rows of all layers, allocated once."""
 
     def __init__(self, spec: ModelSpec, kv: KVSpec, scales: KVScales | None, device: torch.device) -> None:
+        self.place = Place(kv.capacity, torch.zeros(4, dtype=torch.int32, device=device))
+        super().__init__()
         shape = (spec.num_layers, spec.num_kv_heads, kv.capacity, spec.head_dim)
         self._parts = {part: torch.zeros(shape, dtype=STORED[kv.dtype], device=device) for part in "kv"}  # [L, K, C, D]
         self._scales: dict[str, Tensor] | None = None  # each [L, K, D]
         if scales is not None:
             self._scales = {"k": torch.tensor(scales.k, device=device), "v": torch.tensor(scales.v, device=device)}
-        self.place = Place(kv.capacity, torch.zeros(4, dtype=torch.int32, device=device))
+
+    @property
+    def evicted(self) -> int:
+        """How many tokens have left."""
+        return self.place.evicted
+
+    @evicted.setter
+    def evicted(self, count: int) -> None:
+        self.place.evicted = count
+
+    @property
+    def pinned(self) -> int:
+        """How many tokens the last eviction left at the beginning."""
+        return self.place.pinned
+
+    @pinned.setter
+    def pinned(self, count: int) -> None:
+        self.place.pinned = count
 
     def layer(self, index: int) -> LayerRows:
         """Views of one layer."""
@@ -94,20 +110,26 @@ class RingCache:
         return LayerRows(self._parts["k"][index], self._parts["v"][index], *scales)
 
     def read(self, part: str, layer: int, start: int, stop: int) -> Rows:
-        """A copy of the rows in places start .. stop-1 as stored, [K, stop-start, D]; FP8 as bytes."""
+        """A copy of the rows of tokens start .. stop-1 as stored, [K, stop-start, D]; FP8 as bytes."""
         rows = _bytes_of(self._parts[part][layer])[:, self.place.slots(start, stop)]
         return np.asarray(rows.cpu().numpy())
 
     def write(self, part: str, layer: int, start: int, rows: Rows) -> None:
-        """Overwrite the rows from place `start` on with stored ones."""
+        """Overwrite the rows of tokens from `start` on with stored ones."""
         target = _bytes_of(self._parts[part][layer])
         slots = self.place.slots(start, start + rows.shape[1])
         target[:, slots] = torch.from_numpy(np.ascontiguousarray(rows)).to(target.device)
 
+    def put_back(self, part: str, layer: int, rows: Rows, length: int) -> None:
+        """Write a layer's rows of all tokens."""
+        heads, _, dim = self._parts[part][layer].shape
+        check_rows(rows, layer, (heads, length, dim), self.row_dtype)
+        self.write(part, layer, 0, rows)
+
     @property
-    def layers(self) -> int:
-        """L."""
-        return len(self._parts["k"])
+    def whole_layers(self) -> Sequence[int]:
+        """All layers."""
+        return range(len(self._parts["k"]))
 
     @property
     def row_dtype(self) -> np.dtype[Any]:
@@ -115,32 +137,10 @@ class RingCache:
         return np.asarray(_bytes_of(self._parts["k"][:0]).cpu().numpy()).dtype
 
     def floats(self, part: str, layer: int, start: int, stop: int) -> Tensor:
-        """The rows in places start .. stop-1 as numbers, [K, stop-start, D] float32 on the host."""
+        """The rows of tokens start .. stop-1 as numbers, [K, stop-start, D] float32 on the host."""
         stored = self._parts[part][layer]
         rows = _bytes_of(stored)[:, self.place.slots(start, stop)].view(stored.dtype).float()
         return (rows if self._scales is None else rows * self._scales[part][layer][:, None]).cpu()
-
-    def forget(self, pinned: int, count: int) -> None:
-        """The oldest `count` tokens behind the first `pinned` leave; no row moves."""
-        self.place.pinned = pinned
-        self.place.evicted += count
-
-    def reset(self, pinned: int = 0, evicted: int = 0) -> None:
-        """Start afresh, with so many tokens pinned and gone."""
-        self.place.pinned, self.place.evicted = pinned, evicted
-
-
-class StoredLayers(Sequence[Rows]):
-    """The rows of the first tokens of each layer, read when they are asked for."""
-
-    def __init__(self, cache: RingCache, part: str, length: int) -> None:
-        self._cache, self._part, self._length = cache, part, length
-
-    def __len__(self) -> int:
-        return self._cache.layers
-
-    def __getitem__(self, layer: Any) -> Any:
-        return self._cache.read(self._part, range(len(self))[layer], 0, self._length)
 
 
 def _bytes_of(rows: Tensor) -> Tensor:

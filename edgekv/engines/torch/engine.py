@@ -14,24 +14,22 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from edgekv.engines.base import EngineState, Logits, check_ids, check_move, check_room, check_rows, check_state
+from edgekv.engines.base import Logits, check_ids, check_room
+from edgekv.engines.cached import CachedEngine
 from edgekv.engines.torch.attention import Angles, LayerAttention, connect
-from edgekv.engines.torch.cache import RingCache, StoredLayers
+from edgekv.engines.torch.cache import RingCache
 from edgekv.engines.torch.graph import DecodeStep
 from edgekv.engines.torch.kernels import KernelChoice, Kernels, open_kernels
 from edgekv.engines.torch.loader import Published, load_model
 from edgekv.errors import (
     DependencyMissing,
     EngineError,
-    InvalidOption,
     MemoryBudgetError,
     ScalesError,
     UnsupportedModel,
 )
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import MIN_CAPACITY, KVSpec
-from edgekv.kv.window import Move
-from edgekv.model.spec import ModelSpec
 
 DEFAULT_CHUNK = 128
 """Tokens per prefill run."""
@@ -61,12 +59,13 @@ class TorchOptions:
         return torch.float32 if self.precision == "float" else torch.bfloat16
 
 
-class TorchEngine:
+class TorchEngine(CachedEngine):
     """One model on one device with one preallocated cache; see `edgekv.engines.base.Engine`."""
 
+    _cache: RingCache
+
     def __init__(self, published: Published, kv: KVSpec, scales: KVScales | None, options: TorchOptions) -> None:
-        self._spec, self._kv, self._options = published.source.spec, kv, options
-        self._scales = scales
+        super().__init__(published.source.spec, kv, scales, options.chunk)
         self._device = torch.device(options.device)
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -76,121 +75,15 @@ class TorchEngine:
         self._sum = torch.zeros((), device=self._device)  # of the last run's hidden states
         self._connect(open_kernels(options.kernels, self._spec, kv.capacity, self._device))
         self._step = DecodeStep(self._model, self._spec.vocab_size, self._device)
-        self._tokens: list[int] = []
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model's geometry."""
-        return self._spec
-
-    @property
-    def kv(self) -> KVSpec:
-        """How the cache is stored."""
-        return self._kv
-
-    @property
-    def scales(self) -> KVScales | None:
-        """What the codes in the cache stand for; None where it holds floats."""
-        return self._scales
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The ids in the cache's slots."""
-        return self._tokens
-
-    @property
-    def length(self) -> int:
-        """Filled slots."""
-        return len(self._tokens)
-
-    @property
-    def evicted(self) -> int:
-        """Tokens that have left since the cache was last empty."""
-        return self._cache.place.evicted
-
-    def forward(self, tokens: Sequence[int], *, all_logits: bool = False) -> Logits:
-        """Append tokens; logits [V] after the last one, or [T, V] after each."""
-        check_room(tokens, self.length, self._kv.capacity)
-        check_ids(tokens, self._spec.vocab_size)
-        before = self.length
-        parts: list[Logits] = []
-        try:
-            for start in range(0, len(tokens), self._options.chunk):
-                part = tokens[start : start + self._options.chunk]
-                last = start + len(part) == len(tokens)
-                rows = range(len(part)) if all_logits else range(len(part) - 1, len(part)) if last else range(0)
-                parts.append(self._run(part, self.length, rows))
-                self._tokens.extend(part)
-        except BaseException:
-            del self._tokens[before:]
-            raise
-        return np.concatenate(parts) if all_logits else parts[-1][0]
-
-    def evict(self, move: Move) -> None:
-        """Drop rows by renumbering. A different pinned prefix than at the last eviction costs a copy and a re-run."""
-        check_move(move, self.length)
-        place = self._cache.place
-        try:
-            kept = self.save() if place.evicted and move.start != place.pinned else None
-            self._cache.forget(move.start, move.count)
-            del self._tokens[move.start : move.start + move.count]
-            if kept is not None:
-                self._pin_anew(move, kept)
-        except BaseException:
-            self.reset()
-            raise
-
-    def keeps(self, length: int) -> bool:
-        """Whether the cache is whole when cut back to `length` tokens: always, each has its row."""
-        return 0 <= length <= self.length
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from slot `length` on."""
-        if not 0 <= length <= self.length:
-            raise InvalidOption(f"Cannot truncate to {length}: the cache holds {self.length} tokens.")
-        if length == 0:
-            self.reset()
-        else:
-            del self._tokens[length:]
 
     def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
         """Dequantised keys (at the angles of slot + evicted) and values of slots start .. stop-1, [K, n, D]."""
         keys, values = (self._cache.floats(part, layer, start, stop) for part in "kv")
-        pinned = max(0, min(self._cache.place.pinned, stop) - start)
+        pinned = max(0, min(self._cache.pinned, stop) - start)
         if self.evicted and pinned:
             rope = self._spec.rope_layers[layer]
             keys[:, :pinned] = self._angles.moved_on(keys[:, :pinned], rope, self.evicted)
         return keys.numpy(), values.numpy()
-
-    def save(self, *, copy: bool = True) -> EngineState:
-        """The cache's content, as a copy or read layer by layer."""
-        keys, values = (StoredLayers(self._cache, part, self.length) for part in "kv")
-        pinned = min(self._cache.place.pinned, self.length)
-        state = EngineState(keys, values, tuple(self._tokens), self.evicted, pinned, "own")
-        return replace(state, keys=tuple(keys), values=tuple(values)) if copy else state
-
-    def load(self, state: EngineState) -> None:
-        """Put a saved content back; it must come from the same model, scales and dtype."""
-        check_state(state, self._spec, self._kv.capacity)
-        shape = (self._spec.num_kv_heads, len(state.tokens), self._spec.head_dim)
-        self.reset()
-        try:
-            self._cache.reset(state.pinned, state.evicted)
-            for part, layers in (("k", state.keys), ("v", state.values)):
-                for layer, rows in enumerate(layers):
-                    check_rows(rows, layer, shape, self._cache.row_dtype)
-                    self._cache.write(part, layer, 0, rows)
-            self._tokens = list(state.tokens)
-            if state.evicted and state.pinned_angles != "own":
-                self._run_pinned(state.pinned)
-        except BaseException:
-            self.reset()
-            raise
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._tokens = []
-        self._cache.reset()
 
     def close(self) -> None:
         """Free the model and the cache; the engine cannot be used afterwards."""
@@ -292,19 +185,6 @@ class TorchEngine:
         for hook in hooks:
             hook.remove()
         return f" in layer {bad[0]}" if bad else ""
-
-    def _pin_anew(self, move: Move, kept: EngineState) -> None:
-        """Write the rows that stay for a pinned prefix of another length, and run that prefix again."""
-        for layer in range(self._spec.num_layers):
-            for part, rows in (("k", kept.keys[layer]), ("v", kept.values[layer])):
-                self._cache.write(part, layer, move.start, rows[:, move.start + move.count :])
-        self._run_pinned(move.start)
-
-    def _run_pinned(self, count: int) -> None:
-        """Run the first tokens again, which rewrites their rows at the angles of their own slots, and no others."""
-        for start in range(0, count, self._options.chunk):
-            stop = min(start + self._options.chunk, count)
-            self._run(self._tokens[start:stop], start, range(0))
 
 
 def open_engine(

@@ -1,0 +1,278 @@
+"""What all engines do alike: CachedEngine over a CacheLayout.
+
+`CachedEngine` keeps the record of tokens, checks, cuts a prompt into chunks and empties the cache after a failure that
+may have left it half changed. A backend adds one run of its model. `CacheLayout` is the backend's cache: where rows lie
+and at which angles their keys stand, so that an engine may have one or the other. There are two ways:
+
+    moved   rows lie in the order of tokens; an eviction moves them down, and the pinned tokens run again
+    ring    rows stay where they are, `RingLayout`; an eviction only counts
+
+Parts of a cache are called "k" and "v".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from edgekv.engines.base import (
+    EngineState,
+    Logits,
+    PinnedAngles,
+    Rows,
+    check_ids,
+    check_move,
+    check_room,
+    check_state,
+)
+from edgekv.errors import InvalidOption
+from edgekv.kv.scales import KVScales
+from edgekv.kv.spec import KVSpec
+from edgekv.kv.window import Move
+from edgekv.model.spec import ModelSpec
+
+
+class CacheLayout(ABC):
+    """Where an engine's rows lie. They are asked for by the order of tokens, 0 .. length-1, pinned prefix first.
+
+    Attributes:
+        evicted: how many tokens have left.
+        pinned: how many of those at the beginning the last eviction left there; it means nothing before the first.
+    """
+
+    pinned_angles: ClassVar[PinnedAngles]
+
+    def __init__(self) -> None:
+        self.evicted = self.pinned = 0
+
+    @abstractmethod
+    def read(self, part: str, layer: int, start: int, stop: int) -> Rows:
+        """A copy of the rows of tokens start .. stop-1 as they are stored, [K, stop-start, row]."""
+
+    @abstractmethod
+    def put_back(self, part: str, layer: int, rows: Rows, length: int) -> None:
+        """Write a layer's rows as `read` gave them, of a content of `length` tokens.
+
+        Raises:
+            InvalidOption: they are of another shape or dtype.
+        """
+
+    @abstractmethod
+    def forget(self, move: Move) -> bool:
+        """Drop the rows that `move` names; returns whether the pinned keys are to be made anew."""
+
+    def reset(self, pinned: int = 0, evicted: int = 0) -> None:
+        """Start afresh, with so many tokens pinned and gone."""
+        self.pinned, self.evicted = pinned, evicted
+
+    def keeps(self, length: int) -> bool:
+        """Whether every layer has what the token after the first `length` would see: yes, where each has its row."""
+        return True
+
+    def check(self, move: Move) -> None:
+        """Refuse an eviction after which a layer would lack rows.
+
+        Raises:
+            InvalidOption: says why.
+        """
+        return
+
+    def rerunning(self) -> AbstractContextManager[object]:
+        """A context in which the pinned tokens run again."""
+        return nullcontext()
+
+
+class RingLayout(CacheLayout):
+    """A ring:
+
+        slots     0 .. S-1         S .. C-1
+                  pinned prefix    ring: token n >= S (counted from the very first) in slot S + (n - S) mod (C - S)
+
+    Where the pinned prefix ends is only known at the first eviction (its Move says so). Until then no token has wrapped
+    round, token n is in slot n, and S does not matter. Pinned keys keep the angle of their own slot.
+    """
+
+    pinned_angles: ClassVar[PinnedAngles] = "own"
+
+    @abstractmethod
+    def write(self, part: str, layer: int, start: int, rows: Rows) -> None:
+        """Overwrite the rows of tokens from `start` on with stored ones, [K, n, row]."""
+
+    @property
+    @abstractmethod
+    def whole_layers(self) -> Sequence[int]:
+        """The layers with all C slots."""
+
+    def forget(self, move: Move) -> bool:
+        """Drop rows by counting. A pinned prefix of another length than before gives the rows that stay other slots:
+        they are copied, and the prefix is to be run again."""
+        anew = self.evicted > 0 and move.start != self.pinned
+        places = [(part, layer) for part in "kv" for layer in self.whole_layers] if anew else []
+        stay = [self.read(*place, move.start + move.count, move.length) for place in places]
+        self.pinned, self.evicted = move.start, self.evicted + move.count
+        for place, rows in zip(places, stay, strict=True):
+            self.write(*place, move.start, rows)
+        return anew
+
+
+class LayerRows(Sequence[Rows]):
+    """The rows of a cache's first tokens, a layer at a time, read when they are asked for."""
+
+    def __init__(self, cache: CacheLayout, part: str, layers: int, length: int) -> None:
+        self._cache, self._part, self._layers, self._length = cache, part, range(layers), length
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._cache.read(self._part, self._layers[layer], 0, self._length)
+
+
+class CachedEngine(ABC):
+    """The part of `edgekv.engines.base.Engine` that no backend does differently.
+
+    Args:
+        scales: what the codes in the cache stand for; None where it holds floats.
+        chunk: the most tokens of one run.
+    """
+
+    _cache: CacheLayout
+
+    def __init__(self, spec: ModelSpec, kv: KVSpec, scales: KVScales | None, chunk: int) -> None:
+        self._spec, self._kv, self._scales, self._chunk = spec, kv, scales, chunk
+        self._tokens: list[int] = []
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's geometry."""
+        return self._spec
+
+    @property
+    def kv(self) -> KVSpec:
+        """How the cache is stored."""
+        return self._kv
+
+    @property
+    def scales(self) -> KVScales | None:
+        """What the codes in the cache stand for; None where it holds floats."""
+        return self._scales
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The ids in the cache's slots."""
+        return self._tokens
+
+    @property
+    def length(self) -> int:
+        """Filled slots."""
+        return len(self._tokens)
+
+    @property
+    def evicted(self) -> int:
+        """Tokens that have left since the cache was last empty."""
+        return self._cache.evicted
+
+    @abstractmethod
+    def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
+        """One run of the model: at most `chunk` tokens into the cache behind `past` others; their logits [R, V] at
+        `rows`, as an array of its own.
+
+        Raises:
+            EngineError: the backend failed, or gave numbers that are not finite.
+        """
+
+    @abstractmethod
+    def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
+        """Dequantised keys (at the angles of slot + evicted) and values of slots start .. stop-1, each [K, n, D]; of a
+        layer that holds only its last tokens those that are there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the model and the cache; the engine cannot be used afterwards. Closing twice is fine."""
+
+    def forward(self, tokens: Sequence[int], *, all_logits: bool = False) -> Logits:
+        """Append tokens; logits [V] after the last one, or [T, V] after each."""
+        check_room(tokens, self.length, self._kv.capacity)
+        check_ids(tokens, self._spec.vocab_size)
+        before, parts = self.length, []
+        try:
+            for start in range(0, len(tokens), self._chunk):
+                part = tokens[start : start + self._chunk]
+                is_last = start + len(part) == len(tokens)
+                first = 0 if all_logits else len(part) - is_last
+                parts.append(self._run(part, self.length, range(first, len(part))))
+                self._tokens.extend(part)
+        except BaseException:
+            del self._tokens[before:]
+            raise
+        return np.concatenate(parts) if all_logits else parts[-1][0]
+
+    def evict(self, move: Move) -> None:
+        """Drop the rows that `move` names, and run the pinned tokens again where their keys are to be made anew."""
+        check_move(move, self.length)
+        self._cache.check(move)
+        with self._emptied_on_failure():
+            make_anew = self._cache.forget(move)
+            del self._tokens[move.start : move.start + move.count]
+            if make_anew:
+                self._run_pinned(move.start)
+
+    def keeps(self, length: int) -> bool:
+        """Whether the cache is still whole when cut back to `length` tokens."""
+        return 0 <= length <= self.length and (length == 0 or self._cache.keeps(length))
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from slot `length` on; all of them, if the others are not kept."""
+        if not 0 <= length <= self.length:
+            raise InvalidOption(f"Cannot truncate to {length}: the cache holds {self.length} tokens.")
+        if length and self._cache.keeps(length):
+            del self._tokens[length:]
+        else:
+            self.reset()
+
+    def save(self, *, copy: bool = True) -> EngineState:
+        """The cache's content, as a copy or read layer by layer."""
+        cache = self._cache
+        keys, values = (LayerRows(cache, part, self._spec.num_layers, self.length) for part in "kv")
+        pinned = min(cache.pinned, self.length)
+        state = EngineState(keys, values, tuple(self._tokens), cache.evicted, pinned, cache.pinned_angles)
+        return replace(state, keys=tuple(keys), values=tuple(values)) if copy else state
+
+    def load(self, state: EngineState) -> None:
+        """Put a saved content back; it must come from the same model, scales and dtype."""
+        check_state(state, self._spec, self._kv.capacity)
+        self.reset()
+        with self._emptied_on_failure():
+            self._cache.reset(state.pinned, state.evicted)
+            for part, layers in (("k", state.keys), ("v", state.values)):
+                for layer, rows in enumerate(layers):
+                    self._cache.put_back(part, layer, rows, len(state.tokens))
+            self._tokens = list(state.tokens)
+            if state.evicted and state.pinned_angles != self._cache.pinned_angles:
+                self._run_pinned(state.pinned)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._tokens = []
+        self._cache.reset()
+
+    def _run_pinned(self, count: int) -> None:
+        """Run the first tokens again, which rewrites their rows and no others."""
+        with self._cache.rerunning():
+            for start in range(0, count, self._chunk):
+                part = self._tokens[start : min(start + self._chunk, count)]
+                self._run(part, start, range(0))
+
+    @contextmanager
+    def _emptied_on_failure(self) -> Iterator[None]:
+        """Whatever goes wrong in here leaves an empty cache."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
