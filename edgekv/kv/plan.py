@@ -1,8 +1,9 @@
 """The memory plan: every byte a line with its formula, and the largest cache that fits a budget.
 
-    cache            2 L K C D x bits / 8           (keys and values; with the tables, all that grows with C. Layers
-                                                    with a window may have a ring of R slots: KVSpec.ring_slots)
-    RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      N pairs of tables and the angles they are made from
+    cache            2 L K C D x bits / 8           (keys and values. Layers with a window may have a ring of R slots:
+                                                    KVSpec.ring_slots)
+    RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
+    RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
     weights          what the file holds; the runtime keeps one packed copy and drops the file's pages
     embedding        a tied embedding is read by row and used as the head, which packs a second copy
     workspace        4 T (8 E + 3 F + qkv)           activations of one prefill chunk of T tokens
@@ -89,7 +90,9 @@ class PlanRequest:
     sinks: int | None = None
     stride: int | None = None
     chunk: int = 128  # tokens of one prefill run
-    rings: bool = False  # whether a layer with a window may hold its last tokens only (engines/onnx/ring.py)
+    rings: bool = (
+        False  # whether the cache is a ring, and a layer with a window may have its own (engines/onnx/ring.py)
+    )
     runtime_bytes: int = RUNTIME_BYTES
     torch: bool = False  # planned for the torch engine
     server: bool = False  # with what `edgekv serve` takes beside
@@ -225,36 +228,13 @@ def _cache_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> tuple[Pla
 
 
 def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, kv: KVSpec) -> tuple[PlanLine, ...]:
-    half, tables, capacity = spec.head_dim // 2, 2 * len(spec.ropes), kv.capacity
-    chunk, estimated = request.chunk, "" if footprint.exact else " (estimated)"
     lines = (
-        PlanLine(
-            "weights",
-            footprint.weight_bytes,
-            f"{'float32, or packed on CUDA' if request.torch else 'packed by the runtime'}{estimated}",
-        ),
-        PlanLine(
-            "tied embedding", footprint.tied_bytes, f"V E = {spec.vocab_size} x {spec.hidden_size}, mapped for lookup"
-        ),
+        *_weight_lines(spec, footprint, request),
         *_cache_lines(spec, request, kv),
         *_torch_lines(spec, request, kv),
         PlanLine("cache scales", 8 * spec.num_layers * spec.num_kv_heads * spec.head_dim, "2 L K D x 4 bytes"),
-        PlanLine(
-            "RoPE tables",
-            (4 * tables + 24) * capacity * half,
-            f"C D/2 x ({tables} x 4 bytes + 3 x 8 while they are made)",
-        ),
-        PlanLine("logits", 4 * spec.vocab_size, "V x 4 bytes"),
-        PlanLine(
-            "prefill workspace",
-            4 * chunk * (8 * spec.hidden_size + 3 * spec.ffn_size + spec.qkv_rows),
-            f"{chunk} tokens x (8 E + 3 F + qkv) x 4 bytes",
-        ),
-        PlanLine(
-            "runtime",
-            request.runtime_bytes,
-            "Python, torch, transformers (measured)" if request.torch else "Python, ONNX Runtime, session (measured)",
-        ),
+        _rope_line(spec, request, kv),
+        *_run_lines(spec, request),
     )
     return tuple(line for line in (*lines, *_server_lines(spec, request)) if line.size_bytes)
 
@@ -267,6 +247,37 @@ def _server_lines(spec: ModelSpec, request: PlanRequest) -> list[PlanLine]:
         PlanLine("server", SERVER_BYTES, "starlette, uvicorn (measured)"),
         PlanLine("schemas", schemas, f"V x {SCHEMA_BYTES_A_TOKEN} bytes, once an answer must follow one"),
     ]
+
+
+def _weight_lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -> tuple[PlanLine, ...]:
+    how = "float32, or packed on CUDA" if request.torch else "packed by the runtime"
+    embedding = f"V E = {spec.vocab_size} x {spec.hidden_size}, mapped for lookup"
+    return (
+        PlanLine("weights", footprint.weight_bytes, how + ("" if footprint.exact else " (estimated)")),
+        PlanLine("tied embedding", footprint.tied_bytes, embedding),
+    )
+
+
+def _rope_line(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> PlanLine:
+    """A ring is read with the angles of one run's tokens; rows that move, with tables of all positions."""
+    half, count = spec.head_dim // 2, len(spec.ropes)
+    if request.rings or request.torch:
+        return PlanLine(
+            "RoPE angles", 16 * count * request.chunk * half, f"{request.chunk} tokens x {4 * count} D/2 x 4 bytes"
+        )
+    formula = f"C D/2 x ({2 * count} x 4 bytes + 3 x 8 while they are made)"
+    return PlanLine("RoPE tables", (8 * count + 24) * kv.capacity * half, formula)
+
+
+def _run_lines(spec: ModelSpec, request: PlanRequest) -> tuple[PlanLine, ...]:
+    """What a run of the model takes, and the process itself."""
+    workspace = 4 * request.chunk * (8 * spec.hidden_size + 3 * spec.ffn_size + spec.qkv_rows)
+    packages = "torch, transformers" if request.torch else "ONNX Runtime, session"
+    return (
+        PlanLine("logits", 4 * spec.vocab_size, "V x 4 bytes"),
+        PlanLine("prefill workspace", workspace, f"{request.chunk} tokens x (8 E + 3 F + qkv) x 4 bytes"),
+        PlanLine("runtime", request.runtime_bytes, f"Python, {packages} (measured)"),
+    )
 
 
 def _torch_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[PlanLine]:

@@ -76,6 +76,9 @@ def test_lines_add_up() -> None:
     assert sizes["logits"] == 4 * 151936
     assert sizes["cache scales"] == 2 * 28 * 8 * 128 * 4
     assert sizes["RoPE tables"] == 4096 * 64 * (2 * 4 + 3 * 8)
+    ring = {line.name: line.size_bytes for line in plan_of(QWEN3, context=4096, rings=True).lines}
+    assert "RoPE tables" not in ring
+    assert ring["RoPE angles"] == 128 * 64 * 4 * 4
     assert sizes["prefill workspace"] == 4 * 128 * (8 * 1024 + 3 * 3072 + QWEN3.qkv_rows)
     assert "tied embedding" not in sizes
 
@@ -309,7 +312,8 @@ def test_layers_with_a_window_keep_rings_of_their_own() -> None:
         "cache, own rings",
         "cache scales",
     ]
-    assert whole.total_bytes - rings.total_bytes == whole.cache_bytes - rings.cache_bytes
+    tables = 32768 * 128 * (2 * 4 + 3 * 8) - 128 * 128 * 4 * 4  # of all positions, and of one run's
+    assert whole.total_bytes - rings.total_bytes == whole.cache_bytes - rings.cache_bytes + tables
 
 
 @pytest.mark.parametrize("budget_mib", [350, 363, 371, 400, 450, 500, 600])
