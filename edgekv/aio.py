@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from edgekv.chat import Events
 from edgekv.errors import Busy, InvalidOption
 from edgekv.generate import Event, Finished
-from edgekv.session import Events
 from edgekv.text.precheck import LengthReport
 from edgekv.text.template import Message
 

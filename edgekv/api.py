@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgekv import device as hardware
+from edgekv.chat import Chat, ChatRequest, Dialogue, Events
 from edgekv.engines import Choice, choose
 from edgekv.engines.base import Engine
 from edgekv.engines.rope import length_mark
@@ -36,7 +37,7 @@ from edgekv.options import LoadOptions, home_of, plan_for
 from edgekv.parking import ParkingLot
 from edgekv.prepare import Progress, find_scales, prepare, published_source
 from edgekv.sampling import SamplingOptions
-from edgekv.session import Chat, Dialogue, Events, Session
+from edgekv.session import Session
 from edgekv.session_file import CacheIdentity
 from edgekv.sharing import SharedChat
 from edgekv.text.precheck import LengthReport, Overflow
@@ -216,7 +217,7 @@ class Runtime:
 
     def precheck(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), **sampling: Any) -> LengthReport:
         """What these messages would do to the cache: their length, what is reused, what would leave. Nothing runs."""
-        return self._open().precheck(messages, _sampling(self.sampling, sampling), self.options.overflow, tools)
+        return self._open().precheck(self._request(messages, sampling, tools))
 
     def stream(
         self,
@@ -239,8 +240,7 @@ class Runtime:
             ContextOverflow: the messages do not fit; raised before anything runs.
             TemplateError: the model's template refuses them. InvalidOption: an unknown sampling option.
         """
-        chosen = _sampling(self.sampling, sampling)
-        return self._open().stream(messages, chosen, self.options.overflow, tools, dialogue)
+        return self._open().stream(self._request(messages, sampling, tools, dialogue))
 
     def stream_text(self, prompt: str, **sampling: Any) -> Events:
         """Continue plain text, without a chat template, as a stream of events. Otherwise as `stream`."""
@@ -265,6 +265,15 @@ class Runtime:
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
+
+    def _request(
+        self,
+        messages: Sequence[Message],
+        sampling: dict[str, Any],
+        tools: Sequence[Tool],
+        dialogue: Dialogue | None = None,
+    ) -> ChatRequest:
+        return ChatRequest(messages, _sampling(self.sampling, sampling), self.options.overflow, tools, dialogue)
 
     def _open(self) -> SharedChat:
         if self._engine is None:

@@ -1,292 +1,25 @@
-"""Conversations over one cache.
+"""One dialogue over a chat's cache.
 
-`Chat` turns messages into tokens so that what is cached is kept: as long as the newly rendered text begins with the
-text that the cached tokens stand for, those tokens are taken as they are and only the rest is tokenised. (A model's own
-answer, tokenised again, need not give the tokens it generated.) If history was edited, that holds up to the control
-token before the edit.
-
-`Session` is one dialogue: it holds the messages, and after every answer, finished or interrupted, the text that was
-shown is what is remembered.
+It holds the messages, and after every answer, finished or interrupted, the text that was shown is what is remembered.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from edgekv.engines.base import Engine
+from edgekv.chat import Chat, ChatRequest, Dialogue, Events
 from edgekv.errors import InvalidOption
-from edgekv.generate import Event, Finished, NotedDown, PrefillProgress, Request, TextDelta, Timeline, answer
-from edgekv.kv.window import Span, Window
+from edgekv.generate import Finished, NotedDown, PrefillProgress, TextDelta
 from edgekv.notes import Notepad, Task, next_task
-from edgekv.parking import ParkingLot
 from edgekv.sampling import SamplingOptions
 from edgekv.session_file import CacheIdentity, read_session, write_session
-from edgekv.session_state import ChatState, EncodedText, Seat, SessionState
-from edgekv.text.grammar import Grammars
-from edgekv.text.precheck import LengthReport, Overflow, check_lengths
-from edgekv.text.prompt import ChatFormat, Prompt
-from edgekv.text.template import Message, Tool
-from edgekv.text.tokenizer import Tokenizer
-
-Events = Generator[Event, None, None]
-Reusable = Callable[[Sequence[int], int], Window]
-"""(a prompt's tokens, how many of them to pin) -> the state of a cache that keeps what it can of the prompt."""
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt as tokens."""
-
-    encoded: EncodedText
-    turn_starts: tuple[int, ...] = ()  # token at which each message's turn begins
-    answer_start: int | None = None  # token at which the answer's turn begins
-    pinned: int = 0  # tokens of BOS and system prompt
-    markers: tuple[Span, ...] = ()  # tokens that the template wrote as one
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The tokens."""
-        return self.encoded.ids
-
-    @property
-    def all_starts(self) -> tuple[int, ...]:
-        """Every token at which an eviction may end on a turn's border: also the answer's, as in the next prompt."""
-        return self.turn_starts if self.answer_start is None else (*self.turn_starts, self.answer_start)
-
-
-class Chat:
-    """One engine's cache, spoken to in messages. One answer at a time: starting another one ends the first.
-
-    Several dialogues may share it, each with a `Seat` of its own; calls without one are a dialogue, too. When another
-    one has its turn, what the cache holds is parked, and comes back when it is needed again.
-
-    Args:
-        add_bos: the id that the tokenizer puts before plain text, if it does. Templates write their own.
-        identity: what the cache's numbers mean, for saved sessions. lot: where contents of the cache are parked.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        chat_format: ChatFormat | None,
-        add_bos: int | None = None,
-        identity: CacheIdentity | None = None,
-        lot: ParkingLot | None = None,
-    ) -> None:
-        self.timeline = Timeline(engine)
-        self.identity, self._lot = identity, lot or ParkingLot()
-        self._own_seat = Seat()
-        self._seated = weakref.ref(self._own_seat)  # who has the cache; a dialogue that is gone has no claim to it
-        self.tokenizer, self._format, self._add_bos = tokenizer, chat_format, add_bos
-        self._grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.spec.eos_ids)
-        self._control_ids = frozenset(map(tokenizer.token_id, tokenizer.special_tokens))
-        self._known = EncodedText()
-        self._active: Events | None = None
-
-    def precheck(
-        self,
-        messages: Sequence[Message],
-        sampling: SamplingOptions,
-        overflow: Overflow,
-        tools: Sequence[Tool] = (),
-        dialogue: Dialogue | None = None,
-    ) -> LengthReport:
-        """What these messages would do to the cache; nothing is run."""
-        reusable, known = self._view(self._seat_of(dialogue))
-        return self._check(self._encode(self._render(messages, tools), known), reusable, sampling, overflow)
-
-    def stream(
-        self,
-        messages: Sequence[Message],
-        sampling: SamplingOptions,
-        overflow: Overflow,
-        tools: Sequence[Tool] = (),
-        dialogue: Dialogue | None = None,
-    ) -> Events:
-        """Answer the messages; lengths are checked before this returns.
-
-        Args:
-            dialogue: whose messages they are, if the cache is to be kept for it.
-
-        Raises:
-            ContextOverflow: they do not fit. TemplateError: the template refuses them, or takes no tools.
-        """
-        self.stop()
-        seat, random = self._seat_of(dialogue), dialogue.random if dialogue else None
-        encoded = self._encode(self._render(messages, tools), self._view(seat)[1])
-        return self._start(encoded, seat, sampling, overflow, random)
-
-    def stream_text(self, text: str, sampling: SamplingOptions, overflow: Overflow) -> Events:
-        """Continue plain text, without a template; BOS comes first if the model's tokenizer puts it there.
-
-        Raises:
-            ContextOverflow: the text does not fit. InvalidOption: there is no text.
-        """
-        self.stop()
-        bos = (self._add_bos,) if self._add_bos is not None else ()
-        ids = (*bos, *self.tokenizer.encode(text))
-        if not ids:
-            raise InvalidOption("The prompt is empty: give some text to continue.")
-        return self._start(EncodedPrompt(EncodedText("", ids)), self._own_seat, sampling, overflow)
-
-    def stop(self) -> None:
-        """End an answer that is still being made; what it gave out stays in the cache."""
-        active, self._active = self._active, None
-        if active is not None:
-            active.close()
-
-    def exclusive(self) -> AbstractContextManager[object]:
-        """A context for whatever changes the cache outside of an answer."""
-        self.stop()
-        return nullcontext()
-
-    def reset(self, dialogue: Dialogue | None = None) -> None:
-        """Forget what a dialogue has in the cache."""
-        seat = self._seat_of(dialogue)
-        with self.exclusive():
-            seat.parked = None
-            if seat is self._seated():
-                self._clear()
-
-    def state(self, dialogue: Dialogue) -> ChatState:
-        """What a dialogue has in the cache; rows are read when they are asked for, inside of `exclusive`."""
-        if dialogue.seat is self._seated():
-            return ChatState(self.timeline.save(copy=False), self._known)
-        return dialogue.seat.parked or ChatState.empty()
-
-    def restore(self, dialogue: Dialogue, state: ChatState) -> None:
-        """Give a dialogue the cache with this content, inside of `exclusive`. An empty one costs a reading."""
-        dialogue.seat.parked = None
-        self._sit(dialogue.seat)
-        self._clear()
-        if state.timeline.engine.tokens:
-            self._load(state)
-
-    def _seat_of(self, dialogue: Dialogue | None) -> Seat:
-        return self._own_seat if dialogue is None else dialogue.seat
-
-    def _view(self, seat: Seat) -> tuple[Reusable, EncodedText]:
-        """What a dialogue has or, if it has nothing yet, can take over from the one before it."""
-        if seat.parked is not None:
-            return partial(seat.parked.timeline.passed.reusable, self.timeline.engine.kv), seat.parked.known
-        return self.timeline.reusable, self._known
-
-    def _sit(self, seat: Seat) -> None:
-        """Give the cache to a dialogue. One that has nothing parked begins with what is there: the same system prompt
-        need not be read again."""
-        before = self._seated()
-        if seat is before:
-            return
-        parked, seat.parked = seat.parked, None  # first, so that it is not what has to make room
-        if before is not None and self.timeline.window.length:
-            self._lot.park(before, ChatState(self.timeline.save(copy=False), self._known))
-        self._seated = weakref.ref(seat)
-        if parked is not None:
-            self._load(parked)
-
-    def _load(self, state: ChatState) -> None:
-        self._known = EncodedText()
-        self.timeline.load(state.timeline)
-        self._known = state.known
-
-    def _clear(self) -> None:
-        self.timeline.reset()
-        self._known = EncodedText()
-
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
-        if self._format is None:
-            raise InvalidOption("This model has no chat template, so it cannot chat: use generate() to continue text.")
-        return self._format.with_tools(tools).prompt(messages)
-
-    def _start(
-        self,
-        prompt: EncodedPrompt,
-        seat: Seat,
-        sampling: SamplingOptions,
-        overflow: Overflow,
-        random: np.random.Generator | None = None,
-    ) -> Events:
-        self._sit(seat)
-        report = self._check(prompt, self.timeline.reusable, sampling, overflow).require()
-        constraint = self._grammars.constraint(sampling)
-        request = replace(self._request(prompt, report), constraint=constraint, random=random)
-        self._active = self._run(prompt, request, sampling)
-        return self._active
-
-    def _encode(self, prompt: Prompt, known: EncodedText) -> EncodedPrompt:
-        known = known.shared_with(prompt.text, self._control_ids)
-        tail = self.tokenizer.encode_guarded(prompt.text[len(known.text) :])
-        starts = (*known.starts, *(len(known.text) + start for start in tail.starts))
-        whole = EncodedText(prompt.text, (*known.ids, *tail.ids), starts)
-        turn_starts = tuple(whole.token_at(offset) for offset in prompt.turn_offsets)
-        answer_start = whole.token_at(prompt.answer_offset)
-        markers = tuple((whole.token_at(start), whole.token_at(end)) for start, end in prompt.markers)
-        return EncodedPrompt(whole, turn_starts, answer_start, whole.token_at(prompt.pinned_chars), markers)
-
-    def _check(
-        self, encoded: EncodedPrompt, reusable: Reusable, sampling: SamplingOptions, overflow: Overflow
-    ) -> LengthReport:
-        kv = self.timeline.engine.kv
-        state = reusable(encoded.ids, min(encoded.pinned, kv.max_pinned))
-        if encoded.pinned > kv.max_pinned:
-            state = replace(state, pinned=min(encoded.pinned, kv.capacity - kv.stride))
-        return check_lengths(
-            input_tokens=len(encoded.ids),
-            turn_starts=encoded.turn_starts,
-            answer_start=encoded.answer_start,
-            state=state,
-            max_pinned=kv.max_pinned,
-            max_new_tokens=sampling.max_new_tokens,
-            overflow=overflow,
-            markers=encoded.markers,
-        )
-
-    def _request(self, encoded: EncodedPrompt, report: LengthReport) -> Request:
-        capacity = self.timeline.engine.kv.capacity
-        room: int | None = capacity - report.input_tokens
-        if report.overflow == "window":  # the window makes room for ever; only an answer without a limit is given one
-            room = None if report.max_new_tokens else capacity
-        return Request(
-            tokens=encoded.ids,
-            turn_starts=encoded.all_starts,
-            pinned=encoded.pinned,
-            eos_ids=frozenset(self.timeline.engine.spec.eos_ids),
-            room=room,
-            markers=encoded.markers,
-        )
-
-    def _run(self, prompt: EncodedPrompt, request: Request, sampling: SamplingOptions) -> Events:
-        self._known = EncodedText()
-        try:
-            yield from answer(self.timeline, self.tokenizer, request, sampling)
-        finally:
-            self._remember(prompt.encoded)
-
-    def _remember(self, prompt: EncodedText) -> None:
-        """The text that tokens stand for: the prompt's, and that of those of the answer that are in the cache."""
-        held = tuple(self.timeline.tokens)
-        if prompt.text and held[: len(prompt.ids)] == prompt.ids:
-            said = held[len(prompt.ids) :]
-            text = prompt.text + self.tokenizer.guard(self.tokenizer.decode(said))
-            self._known = EncodedText(text, held, (*prompt.starts, *[len(prompt.text)] * len(said)))
-        elif prompt.text:  # it was not read to its end
-            self._known = prompt
-
-
-class Dialogue:
-    """Whose messages they are: a place at the cache and a random stream that goes on from answer to answer."""
-
-    def __init__(self, seed: int | None) -> None:
-        self.seat = Seat()
-        self.random = np.random.default_rng(seed)
+from edgekv.session_state import SessionState
+from edgekv.text.precheck import LengthReport, Overflow
+from edgekv.text.template import Message
 
 
 class Session:
@@ -322,7 +55,7 @@ class Session:
         """What sending this text would do to the cache; nothing is run."""
         messages = self._pad.view([*self.messages, Message(role="user", content=text)])
         policy: Overflow = "window" if self.overflow == "summarise" else self.overflow
-        return self._chat.precheck(messages, sampling or self.sampling, policy, dialogue=self._dialogue)
+        return self._chat.precheck(self._request(messages, sampling or self.sampling, policy))
 
     @property
     def note(self) -> str:
@@ -342,7 +75,7 @@ class Session:
         if self.overflow == "summarise":
             self.precheck(text, chosen).require()
             return self._record(messages, self._with_notes(messages, chosen))
-        events = self._chat.stream(messages, chosen, self.overflow, dialogue=self._dialogue)
+        events = self._chat.stream(self._request(messages, chosen, self.overflow))
         return self._record(messages, events)
 
     @property
@@ -412,14 +145,14 @@ class Session:
             yield from self._take_note(next_task(self._pad, messages, self._measure))
         room = min(sampling.max_new_tokens or kv.capacity, kv.capacity - found)
         chosen = replace(sampling, max_new_tokens=room)
-        events = self._chat.stream(self._pad.view(messages), chosen, "error", dialogue=self._dialogue)
+        events = self._chat.stream(self._request(self._pad.view(messages), chosen, "error"))
         try:
             yield from events
         finally:
             events.close()
 
     def _take_note(self, task: Task) -> Events:
-        events = self._chat.stream(task.messages, task.sampling, "error", dialogue=self._dialogue)
+        events = self._chat.stream(self._request(task.messages, task.sampling, "error"))
         text = ""
         try:
             for event in events:
@@ -433,7 +166,10 @@ class Session:
         yield NotedDown(self._pad.note, self._pad.noted)
 
     def _measure(self, messages: Sequence[Message]) -> LengthReport:
-        return self._chat.precheck(messages, self.sampling, "window", dialogue=self._dialogue)
+        return self._chat.precheck(self._request(messages, self.sampling, "window"))
+
+    def _request(self, messages: Sequence[Message], sampling: SamplingOptions, overflow: Overflow) -> ChatRequest:
+        return ChatRequest(messages, sampling, overflow, dialogue=self._dialogue)
 
     def _record(self, messages: list[Message], events: Events) -> Events:
         """Pass the events on; at the end, however it comes, remember what was shown."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
 
+from edgekv.chat import Chat, ChatRequest, Events
 from edgekv.generate import Event
 from edgekv.sampling import SamplingOptions
-from edgekv.session import Chat, Events
 from edgekv.text.precheck import LengthReport, Overflow
 
 
@@ -110,17 +110,17 @@ class SharedChat(Chat):
         self._turns, self._home = Turns(), threading.current_thread()
         self._stream: Callable[[], TurnEvents | None] = lambda: None  # weak: one that is dropped ends
 
-    def precheck(self, *arguments: Any, **options: Any) -> LengthReport:
+    def precheck(self, request: ChatRequest) -> LengthReport:
         """As `Chat.precheck`; between two events of this thread's own answer it does not wait."""
         current = self._stream()
         if current is not None and current.thread == threading.current_thread():
-            return super().precheck(*arguments, **options)
+            return super().precheck(request)
         with self._turns.take():
-            return super().precheck(*arguments, **options)
+            return super().precheck(request)
 
-    def stream(self, *arguments: Any, **options: Any) -> Events:
+    def stream(self, request: ChatRequest) -> Events:
         """As `Chat.stream`, when it is this thread's turn."""
-        return self._in_turn(lambda: super(SharedChat, self).stream(*arguments, **options))
+        return self._in_turn(lambda: super(SharedChat, self).stream(request))
 
     def stream_text(self, text: str, sampling: SamplingOptions, overflow: Overflow) -> Events:
         """As `Chat.stream_text`, when it is this thread's turn."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from edgekv.session import Dialogue
+from edgekv.chat import Dialogue
 from edgekv.session_state import Seat
 
 

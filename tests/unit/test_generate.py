@@ -19,6 +19,7 @@ from helpers.schedule import leaving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgekv.chat import Chat, ChatRequest
 from edgekv.engines.base import Engine
 from edgekv.errors import EngineError
 from edgekv.generate import (
@@ -34,7 +35,7 @@ from edgekv.generate import (
 )
 from edgekv.kv.spec import KVSpec
 from edgekv.sampling import SamplingOptions
-from edgekv.session import Chat, Session
+from edgekv.session import Session
 from edgekv.text.prompt import ChatFormat
 from edgekv.text.template import ChatTemplate, Message
 from edgekv.text.tokenizer import Tokenizer
@@ -423,7 +424,7 @@ def test_a_warm_turn_equals_a_restart(turns: list[tuple[str, str]], stride: int)
     warm.answer_ids = []
     list(session.send(turns[-1][0]))
     cold = FakeEngine(kv, SPEC, [])
-    list(chat_over(cold).stream(messages, GREEDY, "window"))
+    list(chat_over(cold).stream(ChatRequest(messages, GREEDY, "window")))
     assert list(cold.tokens) == list(warm.tokens)
     assert cold.evicted == warm.evicted
 

@@ -10,6 +10,7 @@ import pytest
 from helpers.chat import make_chat_model
 
 import edgekv
+from edgekv.chat import ChatRequest, Events
 from edgekv.generate import Event, Evicted, Finished, NotedDown
 from edgekv.model.converted import ConvertedModel
 from edgekv.notes import HEADING, OWN_WORDS, Notepad, Task
@@ -62,14 +63,15 @@ def test_the_model_is_asked_behind_the_turns_themselves(runtime: edgekv.Runtime)
     answered: set[str] = set()  # system prompts, with their notes, behind which a question has been answered
     chat, stream = runtime.chat_state, runtime.chat_state.stream
 
-    def watching(messages, sampling, overflow, **options):
+    def watching(request: ChatRequest) -> Events:
+        messages = request.messages
         if "Write a note for yourself" in messages[-1]["content"]:
-            report = chat.precheck(messages, sampling, overflow, **options)
+            report = chat.precheck(request)
             if messages[0]["content"] in answered:
                 asked.append((messages, report.new_tokens))
         else:
             answered.add(messages[0]["content"])
-        return stream(messages, sampling, overflow, **options)
+        return stream(request)
 
     chat.stream = watching  # type: ignore[method-assign]
     talk(runtime, 35)
