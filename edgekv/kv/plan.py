@@ -27,12 +27,12 @@ from edgekv.units import MIB, format_bytes
 
 CAPACITY_STEP = 64
 
-RUNTIME_BYTES = 146 * MIB
+RUNTIME_BYTES = 148 * MIB
 """Python with edgekv's packages (66 MiB) and an ONNX Runtime session apart from its weights, once most of a vocabulary
-has been looked up. Measured 2026-11-29 on Linux x86-64 with onnxruntime 1.32.0 at capacity 2048. With AVX-512: 131 MiB
-(INT8) and 139 MiB (float) after English prose, 142 and 150 MiB after ids from the whole vocabulary, 117 MiB after one
-short text. With AVX2 alone, where weights are unpacked in another way: 155 and 154 MiB after such ids. The figure lies
-between, within 5 % of a whole process on either."""
+has been looked up: the peak of the default model less the plan's other lines, on Linux x86-64 with onnxruntime 1.32.0.
+2026-11-30, AVX-512: 143 MiB after 2048 tokens of English prose, 157 MiB after as many ids from the whole vocabulary
+(float 156), 152 and 158 MiB at 8192. A day before, on another machine with AVX-512: 133 and 144 MiB; with AVX2 alone:
+157 MiB. The figure lies between, within 5 % of a whole process on each."""
 
 SERVER_BYTES = 14 * MIB
 """starlette, uvicorn and what they import. Measured 2026-11-30: the peak of `edgekv serve` on the default model at 2048
