@@ -18,7 +18,7 @@ from typing import Any
 
 from edgekv.errors import BadCheckpoint, InvalidOption
 from edgekv.files import atomic_directory, sha256_file
-from edgekv.holding import ConvertOptions, Holding, Rounding, scheme_name
+from edgekv.holding import ConvertOptions, Holding, Rounding, advice, scheme_name
 from edgekv.model.converted import (
     DATA,
     GRAPH,
@@ -46,6 +46,11 @@ class ConvertReport:
     peak_rss_bytes: int
     missing_tokenizer: str  # why there is none, and what to do; empty: there is
     max_weight_error: float  # largest relative error of a rounded layer; 0 when all integers were kept
+
+    @property
+    def advice(self) -> str:
+        """See edgekv.holding."""
+        return advice(self.model.description.scheme)
 
     def __str__(self) -> str:
         """What came out and what it took, for people."""

@@ -7,14 +7,15 @@
     a float model                             rounded: `bits` in blocks of `group`; embedding and head in 8 bits
     floats in a quantised model               float32; embedding and head as two 8-bit matrices that add up to 16 bits
 
-`lossy` rounds to 4 bits whatever has more.
+`lossy` int4 rounds to 4 bits whatever has more. int8 rounds the codes of bitsandbytes to 8 bits, because ONNX Runtime
+unpacks them at every step (`advice`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -28,6 +29,11 @@ GROUPS = (32, 64, 128)
 WHOLE = ("embed", "head")
 """The matrices that are never held in 4 bits unless the publisher did."""
 
+TABLES = ("nf4", "fp4")
+"""The forms whose codes stand for floats of a table."""
+
+Lossy = Literal["", "int4", "int8"]
+
 
 @dataclass(frozen=True)
 class ConvertOptions:
@@ -39,15 +45,18 @@ class ConvertOptions:
 
     bits: int = about("Bits of rounded weights, 4 or 8 (float sources).", default=4)
     group: int = about("Columns that share a scale: 32, 64 or 128 (float sources).", default=32)
-    lossy: Literal["", "int4"] = about("int4 rounds what would need 8 bits to 4, at a loss.", default="")
+    lossy: Lossy = about(
+        "int4 rounds what would need 8 bits to 4; int8 rounds bitsandbytes' codes to 8, for speed. Both at a loss.",
+        default="",
+    )
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise InvalidOption(f"Weights of {self.bits} bits cannot be made: choose 4 or 8.")
         if self.group not in GROUPS:
             raise InvalidOption(f"Blocks of {self.group} cannot be made: choose {', '.join(map(str, GROUPS))}.")
-        if self.lossy not in ("", "int4"):
-            raise InvalidOption(f"Unknown lossy scheme {self.lossy!r}: the only one is int4.")
+        if self.lossy not in get_args(Lossy):
+            raise InvalidOption(f"Unknown lossy scheme {self.lossy!r}: choose int4 or int8.")
 
 
 @dataclass(frozen=True)
@@ -87,14 +96,14 @@ class Holding:
         Raises:
             UnsupportedModel: no block of the operators divides its columns.
         """
-        lossy, whole = bool(self.options.lossy), name in WHOLE
-        if form.kind == "int" and (form.bits == 4 or whole or not lossy):
+        lossy, whole = self.options.lossy, name in WHOLE
+        if form.kind == "int" and (form.bits == 4 or whole or lossy != "int4"):
             return Form("int", form.bits, _operator_blocks(name, columns, form.group))
-        if form.kind in ("nf4", "fp4") and not lossy:
+        if form.kind in TABLES and not lossy:
             return form
-        if form.kind == "float" and self.quantised and not lossy:
+        if form.kind == "float" and self.quantised and lossy != "int4":
             return Form("int sum", 16, _blocks(name, columns, 32)) if whole else form
-        bits = 8 if whole else 4 if lossy else self.options.bits
+        bits = 8 if whole else {"int4": 4, "int8": 8}.get(lossy, self.options.bits)
         return Form("int", bits, _blocks(name, columns, 32 if whole else self.options.group))
 
     def forms(self, source: WeightSource) -> Iterator[tuple[str, Stored, Form]]:
@@ -115,6 +124,16 @@ class Holding:
             return split_blocks(values, group=wanted.group), Rounding()
         held = quantize_blocks(values, bits=wanted.bits, group=wanted.group)
         return held, Rounding.between(values, held)
+
+
+def advice(scheme: str) -> str:
+    """What a user may want to know of a scheme (`scheme_name`) before using it; empty: nothing."""
+    if not any(f"{kind}/" in scheme for kind in TABLES):
+        return ""
+    return (
+        "ONNX Runtime unpacks bitsandbytes' codes at every step: `edgekv convert FOLDER OUT --lossy int8` rounds them "
+        "to 8 bits, which is many times as fast, and prints what that cost."
+    )
 
 
 def scheme_name(forms: set[Form], options: ConvertOptions) -> str:

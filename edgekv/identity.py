@@ -2,9 +2,10 @@
 
 The *key* of a source is a hash of everything a conversion reads of it: the weight files, and the small files beside
 them (configs, tokenizer, template). Two copies of a model share one conversion; a touched file makes no new one, and a
-changed one always does. A conversion takes minutes and hashing 4 GB some seconds (README), so the hash is that of the
-whole content; each file's hash is kept in a *record*, one a source path, and made again only when the file's size,
-times or inode differ. With nothing changed, finding the conversion costs a stat of each file.
+changed one always does. A conversion takes minutes and hashing 4 GB three seconds (1.4 GiB/s of processor time with SHA
+instructions, measured 2026-11-30; 324 MiB/s without, 2026-11-29), so the hash is that of the whole content; each file's
+hash is kept in a *record*, one a source path, and made again only when the file's size, times or inode differ. With
+nothing changed, finding the conversion costs a stat of each file.
 
     home/known/<hash of the path>.json    path, conversion, and of each file its state and SHA-256
 """

@@ -57,7 +57,7 @@ def footprint_of(model: ConvertedModel, options: LoadOptions) -> Footprint:
     """What the weights of a converted model take in the engine that serves these options."""
     if choose(options.engine, options.device, options.kv_dtype).name == "torch":
         return Footprint.in_torch(model.spec, model.description.weight_bytes, options.device)
-    return Footprint.of(model.spec, model.description.weight_bytes)
+    return Footprint.of(model.spec, model.description.weight_bytes, model.description.scheme)
 
 
 def plan_request(spec: ModelSpec, options: LoadOptions, *, server: bool = False) -> PlanRequest:

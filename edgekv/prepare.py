@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgekv.convert import convert
+from edgekv.convert import ConvertReport, convert
 from edgekv.errors import InvalidOption, ModelNotFound, ScalesError
 from edgekv.files import atomic_file, exclusive, folder_size, remove_leftovers
 from edgekv.identity import Record, content_key, records
@@ -139,7 +139,7 @@ def _pull_and_convert(target: str, entry: catalog.CatalogEntry | None, folder: P
     source = pull(target, home=home, progress=watch.progress)
     sampling, system = ({}, "") if entry is None else (dict(vars(entry.sampling)), entry.system)
     report = convert(source, folder, name=folder.name, sampling=sampling, system=system, progress=watch.progress)
-    watch.tell(f"{folder.name}: {report}")
+    _tell(folder.name, report, watch)
 
 
 @contextmanager
@@ -208,7 +208,14 @@ def _convert_source(path: Path, folder: Path, record: Record, watch: Watch) -> N
         return record.sha256(file, watch.progress)
 
     name = path.resolve().stem
-    watch.tell(f"{name}: {convert(path, folder, name=name, progress=watch.progress, sha256=sha256)}")
+    report = convert(path, folder, name=name, progress=watch.progress, sha256=sha256)
+    _tell(name, report, watch)
+
+
+def _tell(name: str, report: ConvertReport, watch: Watch) -> None:
+    watch.tell(f"{name}: {report}")
+    if report.advice:
+        watch.tell(report.advice)
 
 
 def _replace_conversion(before: Path, model: ConvertedModel, record: Record, home: Path, watch: Watch) -> None:

@@ -29,6 +29,8 @@ def command(source: Path, out: Path, **values: Any) -> None:
     render.say(f"{out}: {done}")
     if done.missing_tokenizer:
         render.note(f"The model runs on token ids only. {done.missing_tokenizer}")
+    if done.advice:
+        render.note(done.advice)
     if options.lossy:
         from edgekv.api import open_engine
         from edgekv.lossy import measured_loss

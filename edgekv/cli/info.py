@@ -130,7 +130,7 @@ def _foreign_rows(foreign: ForeignFolder, home: Path) -> Rows:
 
 def _source_rows(path: Path, home: Path) -> Rows:
     """A checkpoint as it was published, what edgekv will make of it, and what it has made already."""
-    from edgekv.holding import ConvertOptions, Holding, scheme_name
+    from edgekv.holding import ConvertOptions, Holding, advice, scheme_name
     from edgekv.identity import Record
     from edgekv.weights import open_source
 
@@ -148,6 +148,7 @@ def _source_rows(path: Path, home: Path) -> Rows:
         ["chat template", _template_line(source.has_template)],
         ["held as", f"{held} (bits/block), about {format_bytes(size)}"],
         *[["", line] for line in _holding_lines(matrices)],
+        *[["advice", line] for line in [advice(held)] if line],
         ["attention", _attention_line(source.spec)],
     ]
     record = Record.of(path, home)

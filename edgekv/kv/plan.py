@@ -5,7 +5,9 @@
     RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
     RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
     weights          what the file holds; the runtime keeps one packed copy and drops the file's pages
-    embedding        a tied embedding is read by row and used as the head, which packs a second copy
+    embedding        a tied embedding is read by row and used as the head, which packs a second copy (of both digits
+                     where it has two)
+    unpacked codes   those of bitsandbytes, which MatMulBnb4 unpacks one matrix at a time
     workspace        4 T (8 E + 3 F + qkv)           activations of one prefill chunk of T tokens
     logits           4 V
     runtime          Python, ONNX Runtime and the session, measured
@@ -55,11 +57,17 @@ class Footprint:
     weight_bytes: int
     tied_bytes: int  # the part of weight_bytes that a tied embedding makes the runtime hold twice
     exact: bool
+    unpacked_bytes: int = 0  # the largest matrix in float32, where the runtime unpacks codes at every step
 
     @classmethod
-    def of(cls, spec: ModelSpec, weight_bytes: int) -> Footprint:
-        """Of a converted model, whose data file has `weight_bytes`."""
-        return cls(weight_bytes, spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0, exact=True)
+    def of(cls, spec: ModelSpec, weight_bytes: int, scheme: str = "") -> Footprint:
+        """Of a converted model, whose data file has `weight_bytes`, held as `scheme` says (holding.py)."""
+        digits = 2 if "int8+8/" in scheme else 1
+        tied = digits * spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0
+        largest = 4 * spec.hidden_size * max(spec.ffn_size, spec.qkv_rows)
+        return cls(
+            weight_bytes, tied, exact=True, unpacked_bytes=largest if "nf4/" in scheme or "fp4/" in scheme else 0
+        )
 
     @classmethod
     def estimate(cls, spec: ModelSpec, bits: int = 4, group: int = 32) -> Footprint:
@@ -251,10 +259,10 @@ def _server_lines(spec: ModelSpec, request: PlanRequest) -> list[PlanLine]:
 
 def _weight_lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -> tuple[PlanLine, ...]:
     how = "float32, or packed on CUDA" if request.torch else "packed by the runtime"
-    embedding = f"V E = {spec.vocab_size} x {spec.hidden_size}, mapped for lookup"
     return (
         PlanLine("weights", footprint.weight_bytes, how + ("" if footprint.exact else " (estimated)")),
-        PlanLine("tied embedding", footprint.tied_bytes, embedding),
+        _tied_line(spec, footprint),
+        PlanLine("unpacked codes", footprint.unpacked_bytes, "the largest matrix, E max(F, qkv) x 4 bytes"),
     )
 
 
@@ -278,6 +286,12 @@ def _run_lines(spec: ModelSpec, request: PlanRequest) -> tuple[PlanLine, ...]:
         PlanLine("prefill workspace", workspace, f"{request.chunk} tokens x (8 E + 3 F + qkv) x 4 bytes"),
         PlanLine("runtime", request.runtime_bytes, f"Python, {packages} (measured)"),
     )
+
+
+def _tied_line(spec: ModelSpec, footprint: Footprint) -> PlanLine:
+    digits = "2 " * (footprint.tied_bytes > spec.vocab_size * spec.hidden_size)
+    numbers = f"{digits.replace(' ', ' x ')}{spec.vocab_size} x {spec.hidden_size}"
+    return PlanLine("tied embedding", footprint.tied_bytes, f"{digits}V E = {numbers}, mapped for lookup")
 
 
 def _torch_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[PlanLine]:

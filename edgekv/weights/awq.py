@@ -59,7 +59,7 @@ class AWQ:
 
     def form(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> Form:
         """See LinearScheme."""
-        return Blocks.of(shape, self.group).form
+        return Blocks.of(shape, self.group).form()
 
     def holds(self, tensors: TensorFiles, module: str) -> bool:
         """See LinearScheme."""

@@ -100,7 +100,7 @@ class CompressedTensors:
 
     def form(self, tensors: TensorFiles, module: str, shape: tuple[int, int]) -> Form:
         """See LinearScheme."""
-        return Blocks.of(shape, self._group_of(tensors, module).group).form
+        return Blocks.of(shape, self._group_of(tensors, module).group).form()
 
     def holds(self, tensors: TensorFiles, module: str) -> bool:
         """See LinearScheme."""

@@ -8,13 +8,14 @@ chosen by `quantization_config.quant_method`. A layer without that scheme's tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgekv.errors import BadCheckpoint, UnsupportedModel
+from edgekv.errors import BadCheckpoint, ModelError, UnsupportedModel
 from edgekv.model.families import spec_from_config
 from edgekv.model.spec import ModelSpec
 from edgekv.weights.awq import AWQ
@@ -42,13 +43,24 @@ _CONFIGS_APART = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where the fields lie if config.json has none, and the method that wrote that file."""
 
 
+@contextmanager
+def _named(config: Path) -> Iterator[None]:
+    """A refusal of what a config says names that file, which its reader does not know."""
+    try:
+        yield
+    except ModelError as error:
+        said = str(error).removeprefix("The config's ")
+        raise type(error)(f"{config}: {said}") from None
+
+
 class SafetensorsSource(HubFolder):
     """A folder with config.json and *.safetensors, one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         config = self._json("config.json")
-        spec = spec_from_config(config, self._json("generation_config.json", optional=True))
+        with _named(folder / "config.json"):
+            spec = spec_from_config(config, self._json("generation_config.json", optional=True))
         self._linear = self._scheme(config)
         self._tensors = TensorFiles(folder, self._shards())
         self._root = next((root for root in ROOTS if f"{root}.norm.weight" in self._tensors), "model")
@@ -168,7 +180,8 @@ class SafetensorsSource(HubFolder):
             )
         if method == "compressed-tensors" and fields.get("kv_cache_scheme") and not fields.get("config_groups"):
             return None  # of the KV cache alone, with scales beside float weights (kv/interchange.py)
-        return SCHEMES[method](fields)
+        with _named(self.folder / place):
+            return SCHEMES[method](fields)
 
     def _refuse_unknown_norms(self) -> None:
         """A norm that the family does not have would change the arithmetic (a Llama with norms on Q and K)."""

@@ -104,19 +104,20 @@ class Blocks:
         """Groups of a row; the last may be short."""
         return -(-self.columns // self.size)
 
-    @property
-    def form(self) -> Form:
-        """Four bits in groups of this size."""
-        return Form("int", 4, self.size)
+    def form(self, bits: int = 4) -> Form:
+        """Integers in groups of this size."""
+        return Form("int", bits, self.size)
 
     def column_scales(self, tensors: TensorFiles, module: str) -> Float32:
         """The `scales` [K/g, N] of GPTQ and AWQ as [N, K/g], all finite."""
         return np.ascontiguousarray(tensors.finite(f"{module}.scales", (self.count, self.rows)).T)
 
 
-def unpack(words: npt.NDArray[Any]) -> Codes:
-    """[..., W] 32-bit words -> [..., 8 W] codes, the lowest four bits of each word first."""
+def unpack(words: npt.NDArray[Any], bits: int = 4) -> Codes:
+    """[..., W] 32-bit words -> [..., 32 W / bits] codes of 4 or 8 bits, the lowest bits of each word first."""
     raw = np.ascontiguousarray(words).view(np.uint8)  # [..., 4 W], little-endian
+    if bits == 8:
+        return raw
     codes = np.empty((*raw.shape[:-1], 2 * raw.shape[-1]), np.uint8)
     codes[..., 0::2], codes[..., 1::2] = raw & 0xF, raw >> 4
     return codes
@@ -141,6 +142,6 @@ def group_order(tensors: TensorFiles, name: str, blocks: Blocks) -> Order | None
     return order
 
 
-def without_midpoints(zeros: Codes) -> Codes | None:
-    """Zero points, or None where all are 8: the graph then carries none."""
-    return None if (zeros == 8).all() else zeros
+def without_midpoints(zeros: Codes, bits: int = 4) -> Codes | None:
+    """Zero points, or None where all are the midpoint (8 in 4 bits): the graph then carries none."""
+    return None if (zeros == 1 << (bits - 1)).all() else zeros

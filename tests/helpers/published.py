@@ -56,32 +56,34 @@ class Grid:
         return centred * self.scales.astype(np.float64)[:, self.group_of]
 
 
-def round_to_grid(weight: Array, group_of: Array, *, symmetric: bool) -> Grid:
-    rows, groups = len(weight), int(group_of.max()) + 1
-    zeros, scales = np.full((rows, groups), 8), np.empty((rows, groups), np.float16)
+def round_to_grid(weight: Array, group_of: Array, *, symmetric: bool, bits: int = 4) -> Grid:
+    rows, groups, top = len(weight), int(group_of.max()) + 1, (1 << bits) - 1
+    zeros, scales = np.full((rows, groups), 1 << (bits - 1)), np.empty((rows, groups), np.float16)
     for group in range(groups):
         part = weight[:, group_of == group]
         low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
         spread = 2 * np.maximum(-low, high) if symmetric else high - low
-        scales[:, group] = np.maximum(spread / 15, 1e-4)
+        scales[:, group] = np.maximum(spread / top, 1e-4)
         if not symmetric:
-            zeros[:, group] = np.clip(np.rint(-low / scales[:, group]), 1, 15)
+            zeros[:, group] = np.clip(np.rint(-low / scales[:, group]), 1, top)
     codes = np.rint(weight / scales[:, group_of]) + zeros[:, group_of]
-    return Grid(np.clip(codes, 0, 15).astype(np.int64), zeros, scales, group_of)
+    return Grid(np.clip(codes, 0, top).astype(np.int64), zeros, scales, group_of)
 
 
-def pack_words(codes: Array) -> Array:
-    """[R, C] -> int32 [R, ceil(C / 8)], lowest nibble first, padded with zeros."""
-    padded = np.pad(codes.astype(np.uint32), ((0, 0), (0, -codes.shape[1] % 8)))
-    words = sum(padded[:, i::8] << np.uint32(4 * i) for i in range(8))
+def pack_words(codes: Array, bits: int = 4) -> Array:
+    """[R, C] -> int32 [R, ceil(C bits / 32)], lowest bits first, padded with zeros."""
+    count = 32 // bits
+    padded = np.pad(codes.astype(np.uint32), ((0, 0), (0, -codes.shape[1] % count)))
+    words = sum(padded[:, i::count] << np.uint32(bits * i) for i in range(count))
     return np.ascontiguousarray(words).astype(np.uint32).view(np.int32)
 
 
-def unpack_words(words: Array) -> Array:
+def unpack_words(words: Array, bits: int = 4) -> Array:
     """The inverse, without the padding's removal."""
-    codes = np.empty((len(words), 8 * words.shape[1]), np.int64)
-    for i in range(8):
-        codes[:, i::8] = (words >> (4 * i)) & 15
+    count = 32 // bits
+    codes = np.empty((len(words), count * words.shape[1]), np.int64)
+    for i in range(count):
+        codes[:, i::count] = (words >> (bits * i)) & ((1 << bits) - 1)
     return codes
 
 
@@ -116,28 +118,35 @@ class AWQ:
 
 @dataclass(frozen=True)
 class GPTQ:
-    """Writes one GPTQ layer. `g_idx`: "in turn", "zeros", "act-order", "apart" (an order for each layer) or ""."""
+    """Writes one GPTQ layer. `g_idx`: "in turn", "zeros", "act-order", "apart" (an order for each layer) or "".
+
+    Layers whose names contain one of `wide` have 8 bits and groups of 64.
+    """
 
     group: int = 32
     symmetric: bool = False
     version: int = 1
     g_idx: str = "in turn"
+    wide: tuple[str, ...] = ()
 
     def config(self) -> dict[str, Any]:
-        layout = {} if self.version == 1 else {"checkpoint_format": "gptq_v2"}
+        layout: dict[str, Any] = {} if self.version == 1 else {"checkpoint_format": "gptq_v2"}
+        if self.wide:
+            layout["dynamic"] = {f"+:.*{name}": {"bits": 8, "group_size": 64} for name in self.wide} | {"-:.*norm": {}}
         return {"quant_method": "gptq", "bits": 4, "group_size": self.group, "sym": self.symmetric,
                 "desc_act": self.g_idx in ("act-order", "apart")} | layout  # fmt: skip
 
     def layer(self, module: str, weight: Array) -> Layer:
-        group_of = groups_in_turn(weight.shape[1], self.group)
+        wide = any(name in module for name in self.wide)
+        bits, group_of = 8 if wide else 4, groups_in_turn(weight.shape[1], 64 if wide else self.group)
         if self.g_idx in ("act-order", "apart"):
             seed = len(group_of) if self.g_idx == "act-order" else sum(module.encode())
             group_of = np.random.default_rng(seed).permutation(group_of)
-        grid = round_to_grid(weight, group_of, symmetric=self.symmetric)
+        grid = round_to_grid(weight, group_of, symmetric=self.symmetric, bits=bits)
         stored = grid.zeros.T - (self.version == 1)
         tensors = {
-            "qweight": np.ascontiguousarray(pack_words(grid.codes).T),
-            "qzeros": pack_words(stored),
+            "qweight": np.ascontiguousarray(pack_words(grid.codes, bits).T),
+            "qzeros": pack_words(stored, bits),
             "scales": np.ascontiguousarray(grid.scales.T),
             "g_idx": (np.zeros_like(group_of) if self.g_idx == "zeros" else group_of).astype(np.int32),
         }
@@ -320,9 +329,10 @@ def _read_awq(layer: dict[str, Array], config: dict[str, Any]) -> Array:
 
 
 def _read_gptq(layer: dict[str, Array], config: dict[str, Any]) -> Array:
-    codes = unpack_words(np.ascontiguousarray(layer["qweight"].T)).T  # [K, N]
-    zeros = unpack_words(layer["qzeros"]) + (config["checkpoint_format"] == "gptq")
     group_of = layer["g_idx"]
+    bits = 32 * len(layer["qweight"]) // len(group_of)
+    codes = unpack_words(np.ascontiguousarray(layer["qweight"].T), bits).T  # [K, N]
+    zeros = unpack_words(layer["qzeros"], bits) + (config["checkpoint_format"] == "gptq")
     return ((codes - zeros[group_of]) * layer["scales"].astype(np.float64)[group_of]).T
 
 

@@ -26,7 +26,7 @@ from helpers.engines import open_test_engine
 from helpers.prose import TOPICS, default_config, default_source, prose
 from helpers.published import dequantised_checkpoint
 from helpers.reference import transformers_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DynamicCache
 
 from edgekv.kv.spec import KVSpec
 from edgekv.prepare import prepare
@@ -74,7 +74,9 @@ def with_gptqmodel(python: str, method: str, source: Path, out: Path) -> None:
     text.write_text("\n\n".join(topics[name] for name in sorted(topics) if name not in TOPICS), "utf-8")
     program = str(Path(__file__).parents[1] / "helpers" / "run_gptqmodel.py")
     environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2"}
-    subprocess.run([python, program, str(source), str(out), method, str(text)], check=True, env=environment)
+    subprocess.run(
+        [python, program, str(source), str(out), method, str(text)], check=True, env=environment, cwd=out.parent
+    )
 
 
 def with_bitsandbytes(source: Path, out: Path) -> None:
@@ -115,14 +117,11 @@ def dequantised_perplexity(folder: Path, ids: list[int]) -> float:
     del config.quantization_config
     state = dequantised_checkpoint(folder)
     model = transformers_model(config, {"lm_head.weight": state["model.embed_tokens.weight"]} | state).float()
-    cache = None
+    cache = DynamicCache()
 
     def forward(piece: list[int]) -> Any:
-        nonlocal cache
         with torch.no_grad():
-            out = model(torch.tensor([piece]), past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        return out.logits[0].numpy()
+            return model(torch.tensor([piece]), cache=cache, use_cache=True).logits[0].numpy()
 
     return perplexity(forward, ids)
 

@@ -84,6 +84,10 @@ VARIANTS = (
     Published("gptq-v2-act-order", GPTQ(64, version=2, g_idx="act-order")),
     Published("gptq-short-last-group", GPTQ(128)),
     Published("gptq-head", GPTQ(32), also=("lm_head",)),
+    Published("gptq-8-bit-head", GPTQ(32, wide=("lm_head",)), also=("lm_head",)),
+    Published(
+        "gptq-8-bit-layers", GPTQ(32, symmetric=True, g_idx="act-order", version=2, wide=("v_proj", "down_proj"))
+    ),
     Published("gptq-head-act-order", GPTQ(32, g_idx="act-order"), also=("lm_head",)),
     Published("tied", GPTQ(32), tiny=TIED),
     Published("tied-unsaid", GPTQ(32), tiny=TIED, edit=without_tie_field),

@@ -163,7 +163,7 @@ def test_held_as_published(tmp_path: Path) -> None:
 
 
 def test_lossy_keeps_what_has_4_bits_already(tmp_path: Path) -> None:
-    """GPTQ integers stay; bitsandbytes' tables are rounded to the grid, which is ten times as fast."""
+    """GPTQ integers stay; bitsandbytes' tables are rounded to the grid, in 4 bits or in 8."""
     write(tmp_path / "gptq", GPTQ(64))
     write(tmp_path / "bnb", Bnb())
     gptq, bnb = (convert(tmp_path / n, tmp_path / f"{n}-out", ConvertOptions(lossy="int4")) for n in ("gptq", "bnb"))
@@ -171,6 +171,13 @@ def test_lossy_keeps_what_has_4_bits_already(tmp_path: Path) -> None:
     assert gptq.max_weight_error < 0.01
     assert bnb.model.description.scheme == "int4/32, int8/32 requantised"
     assert 0.02 < bnb.max_weight_error < 0.2
+    wide, plain = (
+        convert(tmp_path / "bnb", tmp_path / f"bnb-{lossy}", ConvertOptions(lossy=lossy)) for lossy in ("int8", "")
+    )
+    assert wide.model.description.scheme == "int8+8/32, int8/32 requantised"
+    assert 0.001 < wide.max_weight_error < 0.008
+    assert not wide.advice
+    assert "--lossy int8" in plain.advice
 
 
 def test_a_quantised_head_is_its_own(tmp_path: Path) -> None:
@@ -272,6 +279,15 @@ REFUSALS: tuple[tuple[AWQ | GPTQ | Packed | Bnb, Change, str], ...] = (
     (GPTQ(), say(bits=2), r"bits is 2"),
     (GPTQ(), say(bits=True), r"bits is True"),
     (GPTQ(), say(bits=None), r"bits is None"),
+    (GPTQ(), say(bits=8), r"quantization_config\.bits is 8; edgekv reads 4"),
+    (GPTQ(), say(dynamic=[4]), r"dynamic is \[4\], not a table"),
+    (GPTQ(), say(dynamic={"+:.*(": {}}), r"dynamic has '\+:\.\*\('"),
+    (GPTQ(), say(dynamic={".*down_proj": {"bits": 3}}), r"bits is 3; edgekv reads 4, 8"),
+    (
+        GPTQ(),
+        say(dynamic={".*1.mlp.down_proj": {"bits": 8}}),
+        rf"{DOWN}\.qweight is \[24, 128\], but the config says \[48, 128\]",
+    ),
     (GPTQ(), say(checkpoint_format="marlin"), r"checkpoint_format is 'marlin'"),
     (Packed(symmetric=False), remove("weight_zero_point"), rf"no tensor {DOWN}\.weight_zero_point"),
     (Packed(), put("weight_shape", lambda t: t + 8), rf"{DOWN}\.weight_shape says \[136, 200\], but the config"),

@@ -123,7 +123,7 @@ def test_a_converted_source(capsys: pytest.CaptureFixture[str], tiny_models: Tin
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in DATA.glob("*/model.safetensors")))
-@pytest.mark.parametrize("lossy", ["", "int4"])
+@pytest.mark.parametrize("lossy", ["", "int4", "int8"])
 def test_what_is_told_is_what_is_done(name: str, lossy: str, tmp_path: Path) -> None:
     """The forms and the size that follow from metadata are those of the conversion; the size within 4 %, which is what
     norms, absent zero points and tensors that are small enough for the graph file make."""
