@@ -85,7 +85,12 @@ class Engine(Protocol):
         """
 
     def evict(self, move: Move) -> None:
-        """Drop the rows that `move` names. If this fails half-way the cache is reset rather than left inconsistent."""
+        """Drop the rows that `move` names. If this fails half-way the cache is reset rather than left inconsistent.
+
+        Raises:
+            InvalidOption: the move is for another cache, or pins more or fewer tokens than the last eviction did;
+                nothing was dropped.
+        """
 
     def keeps(self, length: int) -> bool:
         """Whether the cache is still whole when cut back to `length` tokens. A layer that holds only the last tokens of

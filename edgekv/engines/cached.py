@@ -63,8 +63,8 @@ class CacheLayout(ABC):
         """
 
     @abstractmethod
-    def forget(self, move: Move) -> bool:
-        """Drop the rows that `move` names; returns whether the pinned keys are to be made anew."""
+    def forget(self, move: Move) -> None:
+        """Drop the rows that `move` names. Moved pinned keys are then stale until their tokens have run again."""
 
     def reset(self, pinned: int = 0, evicted: int = 0) -> None:
         """Start afresh, with so many tokens pinned and gone."""
@@ -99,25 +99,9 @@ class RingLayout(CacheLayout):
 
     pinned_angles: ClassVar[PinnedAngles] = "own"
 
-    @abstractmethod
-    def write(self, part: str, layer: int, start: int, rows: Rows) -> None:
-        """Overwrite the rows of tokens from `start` on with stored ones, [K, n, row]."""
-
-    @property
-    @abstractmethod
-    def whole_layers(self) -> Sequence[int]:
-        """The layers with all C slots."""
-
-    def forget(self, move: Move) -> bool:
-        """Drop rows by counting. A pinned prefix of another length than before gives the rows that stay other slots:
-        they are copied, and the prefix is to be run again."""
-        anew = self.evicted > 0 and move.start != self.pinned
-        places = [(part, layer) for part in "kv" for layer in self.whole_layers] if anew else []
-        stay = [self.read(*place, move.start + move.count, move.length) for place in places]
+    def forget(self, move: Move) -> None:
+        """Count: the slots of the tokens that leave are the next to be overwritten."""
         self.pinned, self.evicted = move.start, self.evicted + move.count
-        for place, rows in zip(places, stay, strict=True):
-            self.write(*place, move.start, rows)
-        return anew
 
 
 class LayerRows(Sequence[Rows]):
@@ -213,13 +197,14 @@ class CachedEngine(ABC):
         return np.concatenate(parts) if all_logits else parts[-1][0]
 
     def evict(self, move: Move) -> None:
-        """Drop the rows that `move` names, and run the pinned tokens again where their keys are to be made anew."""
+        """Drop the rows that `move` names; where rows move, the pinned tokens run again."""
         check_move(move, self.length)
+        self._check_pinned(move)
         self._cache.check(move)
         with self._emptied_on_failure():
-            make_anew = self._cache.forget(move)
+            self._cache.forget(move)
             del self._tokens[move.start : move.start + move.count]
-            if make_anew:
+            if self._cache.pinned_angles == "moved":
                 self._run_pinned(move.start)
 
     def keeps(self, length: int) -> bool:
@@ -260,6 +245,14 @@ class CachedEngine(ABC):
         """Forget everything."""
         self._tokens = []
         self._cache.reset()
+
+    def _check_pinned(self, move: Move) -> None:
+        """Refuse to pin more or fewer tokens than the last eviction did: in a ring every row would have to move."""
+        if self._cache.evicted and move.start != self._cache.pinned:
+            raise InvalidOption(
+                f"{move} pins {move.start} tokens, but {self._cache.pinned} were pinned at the last eviction: "
+                "empty the cache first."
+            )
 
     def _run_pinned(self, count: int) -> None:
         """Run the first tokens again, which rewrites their rows and no others."""

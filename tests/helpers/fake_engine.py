@@ -41,10 +41,9 @@ class FakeCache(CacheLayout):
     def put_back(self, part: str, layer: int, rows: Rows, length: int) -> None:
         self.positions = [int(position) for position in rows[0, :, 0]]
 
-    def forget(self, move: Move) -> bool:
+    def forget(self, move: Move) -> None:
         del self.positions[move.start : move.start + move.count]
         self.pinned, self.evicted = move.start, self.evicted + move.count
-        return True
 
 
 class FakeEngine(CachedEngine):

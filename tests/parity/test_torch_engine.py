@@ -181,22 +181,6 @@ def test_a_state_of_the_onnx_engine_goes_on_here(
     assert relative_errors(engine.forward([7])[None], other.forward([7])[None]).max() < SAME
 
 
-def test_another_pinned_prefix_after_evictions(
-    tiny_models: TinyModels, open_onnx: OpenOnnx, open_torch: OpenTorch
-) -> None:
-    """The rows that stay are written anew and the prefix runs again; the onnx engine's compaction is the oracle."""
-    ids = random_ids(150)
-    model = tiny_models.converted("llama")
-    engines = [open_torch(model, WRAPPED), open_onnx(model, WRAPPED, attention="gqa")]
-    logits = []
-    for engine in engines:
-        run(engine, ids)
-        engine.evict(Move(start=10, count=12, length=engine.length))
-        logits.append(engine.forward(random_ids(6, seed=5), all_logits=True))
-    assert engines[0].tokens == engines[1].tokens
-    assert relative_errors(*logits).max() < SAME
-
-
 def test_refusals_leave_the_cache_as_it_was(tiny_models: TinyModels, open_torch: OpenTorch) -> None:
     """Too many tokens, unknown ids, a move for another cache."""
     engine = open_torch(tiny_models.converted("llama"), KVSpec(64, "float"))

@@ -117,9 +117,11 @@ def test_a_failing_run_leaves_the_cache_as_it_was(
 @pytest.mark.parametrize("error", [RuntimeError("backend"), KeyboardInterrupt()])
 def test_a_failing_eviction_resets(engine: OnnxEngine, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Half-way the rows have moved and the pinned ones are stale: better nothing than that. A fresh start is right."""
+    if engine.attention == "native":
+        pytest.skip("an eviction from the ring runs nothing")
     monkeypatch.setattr(engine, "_session", FailingSession(engine._session, 0, error))
     with pytest.raises(EngineError if isinstance(error, Exception) else KeyboardInterrupt):
-        engine.evict(Move(5, 8, 40))  # of another pinned prefix, which any operator must run again
+        engine.evict(Move(4, 8, 40))
     assert (engine.length, engine.evicted, list(engine.tokens)) == (0, 0, [])
     found = engine.forward(IDS[:20])
     engine.reset()
@@ -157,9 +159,11 @@ class FailingSession:
             raise self._error
 
 
-@pytest.mark.parametrize("move", [Move(4, 8, 39), Move(4, 0, 40), Move(4, 37, 40), Move(4, -1, 40)])
+@pytest.mark.parametrize(
+    "move", [Move(4, 8, 39), Move(4, 0, 40), Move(4, 37, 40), Move(4, -1, 40), Move(3, 8, 40), Move(5, 8, 40)]
+)
 def test_a_move_that_does_not_fit_changes_nothing(engine: OnnxEngine, move: Move) -> None:
-    """Of another length, of no rows, of more than there are."""
+    """Of another length, of no rows, of more than there are, of another pinned prefix than at the last eviction."""
     before = content(engine)
     with pytest.raises(InvalidOption):
         engine.evict(move)

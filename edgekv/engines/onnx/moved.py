@@ -44,12 +44,11 @@ class MovedCache(CacheLayout):
         check_rows(rows, layer, (self._heads, length, self._row), np.dtype(self._dtype))
         self.memory.write(part, layer, 0, rows)
 
-    def forget(self, move: Move) -> bool:
-        """Move the rows behind the evicted ones down; the pinned keys are made anew every time."""
+    def forget(self, move: Move) -> None:
+        """Move the rows behind the evicted ones down."""
         end = move.start + move.count
         self.memory.move(move.start, end, move.length - end)
         self.pinned, self.evicted = move.start, self.evicted + move.count
-        return True
 
 
 class MovedInputs:

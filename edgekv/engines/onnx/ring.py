@@ -101,11 +101,6 @@ class RingCache(RingLayout):
         """Whether the layer holds its last tokens only."""
         return self._slots[layer] != self._capacity
 
-    @property
-    def whole_layers(self) -> Sequence[int]:
-        """The layers with all C slots."""
-        return [layer for layer in range(len(self.layers)) if not self.own_ring(layer)]
-
     def first(self, layer: int) -> int:
         """The first token whose row the layer still holds, and all after it."""
         if not self.own_ring(layer):
@@ -156,12 +151,6 @@ class RingCache(RingLayout):
     def keeps(self, length: int) -> bool:
         """Whether every layer holds what the token after the first `length` would see."""
         return self._windows_whole(length, self.evicted, self.pinned)
-
-    def forget(self, move: Move) -> bool:
-        """Drop rows by counting."""
-        anew = super().forget(move)
-        self._centre_stale |= anew
-        return anew
 
     def reset(self, pinned: int = 0, evicted: int = 0) -> None:
         """Count from nothing again, or from so many tokens pinned and gone."""

@@ -5,7 +5,6 @@ A token's *place* is its number among those in the cache. How the keys' angles f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,11 +124,6 @@ class RingCache(RingLayout):
         heads, _, dim = self._parts[part][layer].shape
         check_rows(rows, layer, (heads, length, dim), self.row_dtype)
         self.write(part, layer, 0, rows)
-
-    @property
-    def whole_layers(self) -> Sequence[int]:
-        """All layers."""
-        return range(len(self._parts["k"]))
 
     @property
     def row_dtype(self) -> np.dtype[Any]:
