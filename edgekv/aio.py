@@ -93,7 +93,12 @@ class AsyncRuntime:
         return await _last(self.stream_text(prompt, **options))
 
     async def precheck(self, messages: Sequence[Message], **options: Any) -> LengthReport:
-        """`Runtime.precheck`, when the answers asked for before have been made."""
+        """`Runtime.precheck`, when the answers asked for before have been made.
+
+        Raises:
+            InvalidOption: it is closed.
+        """
+        self._check_open()
         work = partial(self.runtime.precheck, messages, **options)
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
@@ -110,13 +115,16 @@ class AsyncRuntime:
             self._worker.shutdown()
 
     def _ask(self, start: Callable[[], Events], wait_s: float | None) -> AsyncEvents:
-        if self._closed:
-            raise InvalidOption("This runtime is closed: load the model again.")
+        self._check_open()
         if self.max_waiting is not None and len(self._line) > self.max_waiting:
             raise Busy(f"{self.waiting} requests wait for an answer, which is the most: try again later.", full=True)
         stream = AsyncEvents(start, wait_s, self._line)
         self._worker.submit(stream.work)
         return stream
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidOption("This runtime is closed: load the model again.")
 
 
 class AsyncEvents(AsyncIterator[Event]):

@@ -184,7 +184,6 @@ class Runtime:
         options: LoadOptions,
     ) -> None:
         self.model, self.plan, self.options = model, plan, options
-        self._engine: Engine | None = engine
         tokenizer, chat_format = open_text(model)
         self.template_source = "" if chat_format is None else chat_format.template.source
         bos = model.spec.bos_id if model.description.add_bos else None
@@ -213,11 +212,11 @@ class Runtime:
     @property
     def chat_state(self) -> Chat:
         """The cache and its timeline, for tools."""
-        return self._open()
+        return self._chat
 
     def precheck(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), **sampling: Any) -> LengthReport:
         """What these messages would do to the cache: their length, what is reused, what would leave. Nothing runs."""
-        return self._open().precheck(self._request(messages, sampling, tools))
+        return self._chat.precheck(self._request(messages, sampling, tools))
 
     def stream(
         self,
@@ -240,11 +239,11 @@ class Runtime:
             ContextOverflow: the messages do not fit; raised before anything runs.
             TemplateError: the model's template refuses them. InvalidOption: an unknown sampling option.
         """
-        return self._open().stream(self._request(messages, sampling, tools, dialogue))
+        return self._chat.stream(self._request(messages, sampling, tools, dialogue))
 
     def stream_text(self, prompt: str, **sampling: Any) -> Events:
         """Continue plain text, without a chat template, as a stream of events. Otherwise as `stream`."""
-        return self._open().stream_text(prompt, _sampling(self.sampling, sampling), self.options.overflow)
+        return self._chat.stream_text(prompt, _sampling(self.sampling, sampling), self.options.overflow)
 
     def chat(self, messages: Sequence[Message], *, on_event: OnEvent | None = None, **options: Any) -> Reply:
         """Answer messages, whole. `on_event` is called with every event; the rest is as for `stream`."""
@@ -257,14 +256,11 @@ class Runtime:
     def session(self, *, system: str = "", overflow: Overflow | None = None, **sampling: Any) -> Session:
         """A dialogue that remembers. `overflow` None takes the runtime's policy."""
         policy = self.options.overflow if overflow is None else overflow
-        return Session(self._open(), system=system, sampling=_sampling(self.sampling, sampling), overflow=policy)
+        return Session(self._chat, system=system, sampling=_sampling(self.sampling, sampling), overflow=policy)
 
     def close(self) -> None:
         """Free the engine and the cache. Closing twice is fine."""
-        with self._chat.exclusive():
-            if self._engine is not None:
-                self._engine.close()
-                self._engine = None
+        self._chat.close()
 
     def _request(
         self,
@@ -274,11 +270,6 @@ class Runtime:
         dialogue: Dialogue | None = None,
     ) -> ChatRequest:
         return ChatRequest(messages, _sampling(self.sampling, sampling), self.options.overflow, tools, dialogue)
-
-    def _open(self) -> SharedChat:
-        if self._engine is None:
-            raise InvalidOption("This runtime is closed: load the model again.")
-        return self._chat
 
 
 def _sampling(base: SamplingOptions, changes: dict[str, Any]) -> SamplingOptions:

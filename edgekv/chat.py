@@ -108,9 +108,15 @@ class Chat:
         self._control_ids = frozenset(map(tokenizer.token_id, tokenizer.special_tokens))
         self._known = EncodedText()
         self._active: Events | None = None
+        self._closed = False
 
     def precheck(self, request: ChatRequest) -> LengthReport:
-        """What these messages would do to the cache; nothing is run."""
+        """What these messages would do to the cache; nothing is run.
+
+        Raises:
+            InvalidOption: the chat is closed, or a message is none.
+        """
+        self._check_open()
         reusable, known = self._view(self._seat_of(request.dialogue))
         return self._check(self._encode(self._render(request), known), reusable, request)
 
@@ -119,7 +125,9 @@ class Chat:
 
         Raises:
             ContextOverflow: they do not fit. TemplateError: the template refuses them, or takes no tools.
+            InvalidOption: the chat is closed, or a message is none.
         """
+        self._check_open()
         self.stop()
         known = self._view(self._seat_of(request.dialogue))[1]
         return self._start(self._encode(self._render(request), known), request)
@@ -128,8 +136,9 @@ class Chat:
         """Continue plain text, without a template; BOS comes first if the model's tokenizer puts it there.
 
         Raises:
-            ContextOverflow: the text does not fit. InvalidOption: there is no text.
+            ContextOverflow: the text does not fit. InvalidOption: there is no text, or the chat is closed.
         """
+        self._check_open()
         self.stop()
         bos = (self._add_bos,) if self._add_bos is not None else ()
         ids = (*bos, *self.tokenizer.encode(text))
@@ -148,27 +157,40 @@ class Chat:
         self.stop()
         return nullcontext()
 
+    def close(self) -> None:
+        """Free the engine. Whoever asks for anything then, or has waited for a turn, is refused. Twice is fine."""
+        with self.exclusive():
+            if not self._closed:
+                self._closed = True
+                self.timeline.engine.close()
+
     def reset(self, dialogue: Dialogue | None = None) -> None:
         """Forget what a dialogue has in the cache."""
         seat = self._seat_of(dialogue)
         with self.exclusive():
             seat.parked = None
-            if seat is self._seated():
+            if seat is self._seated() and not self._closed:
                 self._clear()
 
     def state(self, dialogue: Dialogue) -> ChatState:
         """What a dialogue has in the cache; rows are read when they are asked for, inside of `exclusive`."""
+        self._check_open()
         if dialogue.seat is self._seated():
             return ChatState(self.timeline.save(copy=False), self._known)
         return dialogue.seat.parked or ChatState.empty()
 
     def restore(self, dialogue: Dialogue, state: ChatState) -> None:
         """Give a dialogue the cache with this content, inside of `exclusive`. An empty one costs a reading."""
+        self._check_open()
         dialogue.seat.parked = None
         self._sit(dialogue.seat)
         self._clear()
         if state.timeline.engine.tokens:
             self._load(state)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidOption("This runtime is closed: load the model again.")
 
     def _seat_of(self, dialogue: Dialogue | None) -> Seat:
         return self._own_seat if dialogue is None else dialogue.seat

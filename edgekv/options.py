@@ -11,18 +11,23 @@ from edgekv.about import about
 from edgekv.device import Device
 from edgekv.engines import EngineName, choose
 from edgekv.engines.onnx import native
+from edgekv.errors import InvalidOption
 from edgekv.kv.plan import RUNTIME_BYTES, TORCH_RUNTIME_BYTES, Footprint, Plan, PlanRequest, make_plan
 from edgekv.kv.spec import MIN_CAPACITY, Granularity, KVDtype, KVSpec
 from edgekv.model.catalog import home as cache_home
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
-from edgekv.text.precheck import Overflow
+from edgekv.text.precheck import OVERFLOWS, Overflow
 from edgekv.units import parse_bytes
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded. The defaults live here and nowhere else."""
+    """How a model is loaded. The defaults live here and nowhere else.
+
+    Raises:
+        InvalidOption: a number is none, or negative, or there is no such policy; the rest is refused where it is used.
+    """
 
     memory: str | int | None = about("Budget of the whole process, e.g. 2GiB. Default: free memory less a reserve.")
     context: int | None = about("Capacity of the cache in tokens. Default: what fits, at most the model's own.")
@@ -36,6 +41,14 @@ class LoadOptions:
     engine: EngineName = about("What computes: onnx, or torch (an extra). Default: what serves best.", default="auto")
     threads: int = about("CPU threads; 0 is one a core.", default=0)
     home: str | os.PathLike[str] | None = about("Cache folder. Default: EDGEKV_HOME, or the user's cache folder.")
+
+    def __post_init__(self) -> None:
+        for name in ("context", "sinks", "stride", "threads"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= 0):
+                raise InvalidOption(f"{name} is {value!r}; it must be a whole number, and not negative.")
+        if self.overflow not in OVERFLOWS:
+            raise InvalidOption(f"Unknown overflow policy {self.overflow!r}: choose {' or '.join(OVERFLOWS)}.")
 
 
 def home_of(options: LoadOptions) -> Path:

@@ -72,10 +72,13 @@ class SamplingOptions:
             raise InvalidOption("top_p is 0, which allows no token: use temperature 0 for the most likely one.")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InvalidOption(f"max_new_tokens is {self.max_new_tokens}; at least one token must be allowed.")
-        if self.max_seconds is not None and not self.max_seconds > 0:
-            raise InvalidOption(f"max_seconds is {self.max_seconds}; an answer needs some time.")
-        if isinstance(self.stop, str) or not all(self.stop):
+        if self.max_seconds is not None and not (isinstance(self.max_seconds, int | float) and self.max_seconds > 0):
+            raise InvalidOption(f"max_seconds is {self.max_seconds!r}; it must be a number above 0.")
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(text, str) and text for text in self.stop):
             raise InvalidOption("stop must be a sequence of strings, none of them empty.")
+        for name in ("json_schema", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InvalidOption(f"{name} is a {type(getattr(self, name)).__name__}; it must be a text.")
         if self.json_schema is not None and self.grammar is not None:
             raise InvalidOption("An answer can follow a JSON schema or a grammar, not both: give one of them.")
 

@@ -5,6 +5,7 @@ It holds the messages, and after every answer, finished or interrupted, the text
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +100,7 @@ class Session:
         self._pad = Notepad()
         self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
 
-    def save(self, path: Path) -> str:
+    def save(self, path: str | os.PathLike[str]) -> str:
         """Write messages, cache and random stream to a file, atomically; returns its SHA-256.
 
         Raises:
@@ -107,9 +108,9 @@ class Session:
         """
         identity = self._identity()
         with self._chat.exclusive():
-            return write_session(path, self._state(), identity, self._chat.timeline.engine.kv.capacity)
+            return write_session(Path(path), self._state(), identity, self._chat.timeline.engine.kv.capacity)
 
-    def load(self, path: Path, *, reread: bool = False) -> None:
+    def load(self, path: str | os.PathLike[str], *, reread: bool = False) -> None:
         """Go on with a saved session, as if it had never stopped; this one is as it was if that is refused.
 
         Args:
@@ -119,7 +120,7 @@ class Session:
             SessionError: it is missing, damaged, or for another model, dtype, scales or capacity.
         """
         capacity = self._chat.timeline.engine.kv.capacity
-        state = read_session(path, None if reread else self._identity(), capacity)
+        state = read_session(Path(path), None if reread else self._identity(), capacity)
         with self._chat.exclusive():
             self._chat.restore(self._dialogue, state.chat)
         self.messages, self.sampling, self.overflow = list(state.messages), state.sampling, state.overflow

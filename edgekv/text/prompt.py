@@ -16,13 +16,14 @@ included. Templates that refuse the probes pin what comes before the first turn,
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, cast
 
-from edgekv.errors import TemplateError
+from edgekv.errors import InvalidOption, TemplateError
 from edgekv.text.template import ChatTemplate, Message, Tool
 from edgekv.text.tokenizer import GuardedEncoding, Tokenizer
 
@@ -81,6 +82,7 @@ class ChatFormat:
 
         Raises:
             TemplateError: the template refuses the messages, leaves the system prompt out, or a role is unknown.
+            InvalidOption: something is no message with a role and a text.
         """
         self._check(messages)
         guarded = [self._guard_message(message) for message in messages]
@@ -117,6 +119,14 @@ class ChatFormat:
     def _check(self, messages: Sequence[Message]) -> None:
         if not messages:
             raise TemplateError("There are no messages: a prompt needs at least one.")
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(k), str) for k in ("role", "content")
+            ):
+                raise InvalidOption(
+                    f"Message {number} is {reprlib.repr(message)}; it must be like "
+                    '{"role": "user", "content": "a text"}.'
+                )
         unknown = sorted({message["role"] for message in messages} - set(ROLES))
         if unknown:
             raise TemplateError(f"The role {unknown[0]!r} is none of {', '.join(ROLES)}: name one of these.")

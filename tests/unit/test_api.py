@@ -192,7 +192,14 @@ def test_a_new_answer_ends_the_one_before(runtime: edgekv.Runtime) -> None:
         (lambda r: r.chat(USER, temprature=1.0), "temprature"),
         (lambda r: r.chat(USER, temperature=-1), "temperature is -1"),
         (lambda r: r.chat(USER, stop="x"), "stop must be"),
+        (lambda r: r.chat(USER, stop=[1]), "stop must be"),
+        (lambda r: r.chat(USER, stop=None), "stop must be"),
         (lambda r: r.chat(USER, max_new_tokens=0), "max_new_tokens is 0"),
+        (lambda r: r.chat(USER, max_seconds="8"), "max_seconds is '8'"),
+        (lambda r: r.chat(USER, json_schema=[1]), "json_schema is a list"),
+        (lambda r: r.chat("Hello"), "Message 0 is 'H'; it must be like"),
+        (lambda r: r.chat([*USER, {"role": "assistant", "content": None}]), "Message 1 is .*None"),
+        (lambda r: r.chat([{"content": "Hello"}]), "Message 0"),
         (lambda r: r.session(overflow="forget").precheck("x"), "overflow"),
     ],
 )
@@ -206,6 +213,9 @@ def test_bad_loads(chat_model: ConvertedModel, tmp_path: Path) -> None:
     """Each with its own exception and a message that says what to do."""
     with pytest.raises(edgekv.InvalidOption, match="memroy"):
         edgekv.load(chat_model.folder, memroy="1GiB")
+    for options in ({"context": "256"}, {"threads": -1}, {"overflow": "forget"}):
+        with pytest.raises(edgekv.InvalidOption, match=next(iter(options))):
+            edgekv.load(chat_model.folder, **options)
     with pytest.raises(edgekv.MemoryBudgetError, match="--memory"):
         edgekv.load(chat_model.folder, memory="50MB")
     with pytest.raises(edgekv.ScalesError, match="edgekv calibrate"):
@@ -220,13 +230,25 @@ def test_an_fp8_cache_is_refused_at_load(chat_model: ConvertedModel) -> None:
         edgekv.load(chat_model.folder, memory="4GiB", kv_dtype="fp8", engine="onnx")
 
 
-def test_closed_means_closed(chat_model: ConvertedModel) -> None:
-    """Closing twice is fine; using a closed runtime is an error with a sentence."""
+def test_closed_means_closed(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Closing twice is fine; using a closed runtime or a session of it is an error with a sentence."""
     runtime = edgekv.load(chat_model.folder, memory="4GiB", context=128)
+    session = runtime.session(max_new_tokens=4)
+    list(session.send("Hello"))
+    session.save(str(tmp_path / "talk"))
     runtime.close()
     runtime.close()
-    with pytest.raises(edgekv.InvalidOption, match="closed"):
-        runtime.chat(USER)
+    session.reset()
+    for call in (
+        lambda: runtime.chat(USER),
+        lambda: runtime.generate("Hello"),
+        lambda: session.send("Hello"),
+        lambda: session.precheck("Hello"),
+        lambda: session.save(tmp_path / "talk"),
+        lambda: session.load(tmp_path / "talk"),
+    ):
+        with pytest.raises(edgekv.InvalidOption, match="closed"):
+            call()
 
 
 def test_a_long_answer_does_not_block_the_next_turn(chat_model: ConvertedModel) -> None:

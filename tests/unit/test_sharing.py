@@ -225,6 +225,8 @@ class TestAsync:
             await shared.close()
             with pytest.raises(edgekv.InvalidOption, match="closed"):
                 shared.stream(ask(0))
+            with pytest.raises(edgekv.InvalidOption, match="closed"):
+                await shared.precheck(ask(0))
 
         self.run(chat_model, scenario)
 
