@@ -166,6 +166,8 @@ class AsyncEvents(AsyncIterator[Event]):
 
     async def __anext__(self) -> Event:
         await self.begin()
+        if self._unwanted.is_set():  # what was made in the meantime is not for anybody
+            raise StopAsyncIteration
         try:
             item = await self._queue.get()
         except asyncio.CancelledError:
