@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from edgekv.aio import AsyncRuntime
     from edgekv.api import LoadOptions, Reply, Runtime, load
+    from edgekv.chat import Dialogue
     from edgekv.errors import (
         BadCheckpoint,
         Busy,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "edgekv.aio": ("AsyncRuntime",),
     "edgekv.api": ("LoadOptions", "Reply", "Runtime", "load"),
+    "edgekv.chat": ("Dialogue",),
     "edgekv.errors": (
         "BadCheckpoint", "Busy", "ContextOverflow", "DependencyMissing", "DownloadFailed", "EdgeKVError", "EngineError",
         "InvalidOption", "MemoryBudgetError", "ModelNotFound", "ScalesError", "SessionError", "StorageError",
@@ -63,6 +65,7 @@ __all__ = [
     "Busy",
     "ContextOverflow",
     "DependencyMissing",
+    "Dialogue",
     "DownloadFailed",
     "EdgeKVError",
     "EngineError",

@@ -57,9 +57,10 @@ class EncodedPrompt:
 
 
 class Dialogue:
-    """Whose messages they are: a place at the cache and a random stream that goes on from answer to answer."""
+    """Whose messages they are: a place at the cache and a random stream that goes on from answer to answer. What it has
+    in the cache waits while others have their turn, and is freed with it."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None = None) -> None:
         self.seat = Seat()
         self.random = np.random.default_rng(seed)
 

@@ -230,6 +230,19 @@ class TestAsync:
 
         self.run(chat_model, scenario)
 
+    def test_each_dialogue_keeps_its_cache(self, chat_model: ConvertedModel) -> None:
+        """Two users in turn: what a prompt shares with the user's own last one is not read again."""
+
+        async def scenario(shared: edgekv.AsyncRuntime) -> None:
+            users = [(edgekv.Dialogue(), ask(number)) for number in range(2)]
+            first = [await shared.chat(talk, dialogue=user, max_new_tokens=4) for user, talk in users]
+            for (user, talk), before in zip(users, first, strict=True):
+                longer = [*talk, {"role": "assistant", "content": before.text}, *ask(2)]
+                again = await shared.chat(longer, dialogue=user, max_new_tokens=4)
+                assert again.usage.reused_tokens >= before.usage.input_tokens
+
+        self.run(chat_model, scenario)
+
     def test_closing_ends_what_is_waiting(self, chat_model: ConvertedModel) -> None:
         """No task hangs."""
 
