@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    import torch
+
     from edgekv.engines.onnx.engine import OnnxEngine
     from edgekv.engines.torch.engine import TorchEngine
     from edgekv.model.converted import ConvertedModel
@@ -56,6 +58,14 @@ def default_model() -> ConvertedModel:
     from edgekv.prepare import prepare
 
     return prepare(catalog.DEFAULT_MODEL, home=catalog.home())
+
+
+@pytest.fixture(scope="session")
+def default_state(default_model: ConvertedModel) -> dict[str, torch.Tensor]:
+    """The default model's weights as held, dequantised."""
+    from helpers.weights import dequantised_state_dict
+
+    return dequantised_state_dict(default_model.folder)
 
 
 ATTENTION = ("gqa", "native")

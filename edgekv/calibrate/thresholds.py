@@ -22,7 +22,8 @@ keys as they were seen would do for the positions seen, and for no others.
 Where keys carry a constant much larger than what varies (a K bias), the constant is taken out before the rotation and
 put back exactly into the scores (kv/scales.py, native/kernels.inl); t is then the envelope of what is left. It costs
 the attention two products a pair and slot in the layers that have such pairs, so only pairs that gain CENTRE_GAIN times
-a finer scale count, and at most MAX_PAIRS of them; most models have few or none.
+a finer scale count, and at most MAX_PAIRS of them; most models have few or none. FP8 rounds in proportion to a number's
+size, so there whatever keys have in common costs, and the mean of every pair is taken out.
 
 Measured on SmolLM2-135M-Instruct, INT8 per channel, 6,000 tokens of prose against a float cache, scales from seed
 prompts (4,096 tokens unless said). Ratios of perplexity are 0.9985 to 1.0023 with a standard error of 0.0015, so they
@@ -68,6 +69,8 @@ def centre(seen: Observer, options: CalibrateOptions) -> Float32 | None:
     """What is to be taken out of the keys, [L, K, D], zero but for the pairs that gain most; None where none does."""
     if options.centre == "none" or options.method != "envelope" or seen.k_mean is None:
         return None
+    if options.dtype == "fp8":
+        return seen.k_mean
     gains = seen.pair_max / np.maximum(seen.left_max, np.float32(1e-6))  # [L, K, D/2]
     best = np.argsort(-gains.max(axis=(0, 1)))[:MAX_PAIRS]
     taken = np.zeros(gains.shape, np.bool_)

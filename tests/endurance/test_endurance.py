@@ -66,7 +66,15 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> ConvertedModel:
     return make_chat_model(ROOT / "tests" / "data" / "llama-fp16", tmp_path_factory.mktemp("chat"))
 
 
-@pytest.mark.parametrize(("job", "rounds"), [("load_and_close", 50), ("calibrated", 10), ("interrupted", 1000)])
+@pytest.mark.parametrize(
+    ("job", "rounds"),
+    [
+        ("load_and_close", 50),
+        ("calibrated", 10),
+        ("interrupted", 200),
+        pytest.param("interrupted", 1000, marks=pytest.mark.slow),
+    ],
+)
 def test_rounds_do_not_grow(chat_model: ConvertedModel, job: str, rounds: int) -> None:
     """From a fifth of the way to the end, less than 2 % and 4 MiB come on."""
     command = [sys.executable, "-c", PROGRAM, str(chat_model.folder), job, str(rounds)]

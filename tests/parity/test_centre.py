@@ -7,6 +7,7 @@ come from edgekv's own calibration.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from edgekv.evaluate.rows import ErrorMeter
 from edgekv.generate import Timeline
 from edgekv.kv.quant import pair_norms
 from edgekv.kv.scales import KVScales, Provenance, from_thresholds, read_scales, write_scales
-from edgekv.kv.spec import KVSpec
+from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.converted import ConvertedModel
 from edgekv.session_file import CacheIdentity
 
@@ -46,14 +47,15 @@ def biased(folder: Path, k_bias: float) -> ConvertedModel:
     return convert(write_checkpoint(tiny, folder / "hf"), folder / "converted").model
 
 
-def calibrated(model: ConvertedModel, engine: OnnxEngine) -> KVScales:
+def calibrated(model: ConvertedModel, engine: OnnxEngine, dtype: KVDtype = "int8") -> KVScales:
     """Scales with a centre, from the first tokens."""
-    options = CalibrateOptions()
+    options = CalibrateOptions(dtype=dtype)
+    engine.reset()
     engine.forward(IDS[:CAPACITY])
     seen = Observer(model.spec, histograms=False)
     seen.see(engine, 0, CAPACITY)
     k, v = thresholds(seen, options)
-    scales = from_thresholds(k, v, "int8", "channel", model.fingerprint, Provenance("envelope", 1.1, 96, "test"))
+    scales = from_thresholds(k, v, dtype, "channel", model.fingerprint, Provenance("envelope", 1.1, 96, "test"))
     engine.reset()
     return KVScales(**(vars(scales) | {"k_centre": centre(seen, options)}))
 
@@ -156,11 +158,32 @@ def test_the_file_carries_it(engines: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.k, scales.k)
 
 
-def test_the_torch_engine_keeps_keys_whole(model: ConvertedModel, engines: Any, open_torch: Open) -> None:
-    """As GroupQueryAttention does."""
-    plain, scales = engines[2], engines[3]
-    found = stream(open_torch(model, plain.kv, scales), IDS)
-    assert np.median(relative_errors(found, stream(plain, IDS))) < 0.02
+def test_the_torch_engine(model: ConvertedModel, engines: Any, open_torch: Open) -> None:
+    """As near a float cache as the operator is, through the same evictions; its rows and its saved contents mean the
+    same."""
+    reference, centred, plain, scales = engines
+    wanted, other = stream(reference, IDS), open_torch(model, centred.kv, scales)
+    found = stream(other, IDS)
+    errors = [np.median(relative_errors(each, wanted)) for each in (found, stream(centred, IDS), stream(plain, IDS))]
+    assert errors[0] < 1.2 * errors[1] < errors[2] / 2
+    assert other.evicted == centred.evicted >= 160
+    for first, second in zip(other.rows(0, 0, other.length), centred.rows(0, 0, centred.length), strict=True):
+        assert np.median(np.abs(first - second)) < 1e-3
+    other.load(centred.save())
+    assert relative_errors(other.forward([7])[None], centred.forward([7])[None]).max() < 0.02
+
+
+def test_fp8_takes_the_whole_mean_out(model: ConvertedModel, engines: Any, open_torch: Open) -> None:
+    """FP8 rounds in proportion to a number's size, so all that the keys have in common costs."""
+    reference = engines[0]
+    scales = calibrated(model, reference, "fp8")
+    assert scales.k_centre is not None
+    assert (pair_norms(scales.k_centre) > 0).all()
+    wanted = stream(reference, IDS)
+    kv = replace(reference.kv, dtype="fp8")
+    engine, whole = (open_torch(model, kv, each) for each in (scales, scales.without_centre()))
+    errors = [np.median(relative_errors(stream(each, IDS), wanted)) for each in (engine, whole)]
+    assert errors[0] < errors[1] / 2
 
 
 def test_a_saved_content_says_whether_its_keys_are_whole(engines: Any, model: ConvertedModel, open_onnx: Open) -> None:

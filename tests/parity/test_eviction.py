@@ -469,17 +469,24 @@ def default_ids(default_model: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def default_wanted(default_model: Any, default_ids: list[int]) -> torch.Tensor:
+def default_wanted(default_state: dict[str, torch.Tensor], default_ids: list[int]) -> torch.Tensor:
     """The reference over the default model's weights, float32 (its own rounding is 1e-5 of a logit row)."""
     from helpers.prose import default_config
 
     shape = DEFAULT_SHAPE
-    state = dequantised_state_dict(default_model.folder)
-    model = SinkModel(default_config(), state, shape.capacity, shape.stride, shape.pinned, dtype=torch.float32)
+    model = SinkModel(default_config(), default_state, shape.capacity, shape.stride, shape.pinned, dtype=torch.float32)
     return model.run(default_ids)
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8"])
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        ("native", "float"),
+        ("gqa", "int8"),
+        pytest.param("gqa", "float", marks=pytest.mark.slow),
+        pytest.param("native", "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_default_model_equals_the_reference(
     default_model: Any, default_ids: list[int], default_wanted: torch.Tensor, open_onnx: OpenEngine, dtype: KVDtype
 ) -> None:

@@ -56,7 +56,7 @@ def scales_file(default_model: Any, tmp_path_factory: pytest.TempPathFactory) ->
     ("context", "dtype", "text"),
     [
         (2048, "int8", "prose"),
-        (2048, "int8", "spread"),
+        pytest.param(2048, "int8", "spread", marks=pytest.mark.slow),
         (2048, "float", "spread"),
         pytest.param(8192, "int8", "spread", marks=pytest.mark.slow),
         pytest.param(8192, "float", "spread", marks=pytest.mark.slow),

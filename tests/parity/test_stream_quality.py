@@ -36,13 +36,13 @@ def tokens_of(model: ConvertedModel, count: int) -> list[int]:
 
 
 def test_int8_with_evictions_and_what_the_sinks_are_worth(default_model: ConvertedModel) -> None:
-    """2,500 tokens through 512 slots: INT8 within 1 % of float with the same eviction (the noise of so few tokens is
-    about 0.4 %), and without sinks at least a fifth worse."""
-    tokens = tokens_of(default_model, 2500)
+    """1,500 tokens through 512 slots: INT8 within 1 % of float with the same eviction (the noise of so few tokens is
+    about 0.5 %), and without sinks at least a fifth worse."""
+    tokens = tokens_of(default_model, 1500)
     quantised = stream(default_model, tokens, KVSpec(512, "int8", stride=64))
     floating = stream(default_model, tokens, KVSpec(512, "float", stride=64))
     without = stream(default_model, tokens, KVSpec(512, "int8", sinks=0, stride=64))
-    assert quantised.evicted == floating.evicted > 1900
+    assert quantised.evicted == floating.evicted > 900
     assert quantised.perplexity == pytest.approx(floating.perplexity, rel=0.01)
     assert without.perplexity > 1.2 * quantised.perplexity
 

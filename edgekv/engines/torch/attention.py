@@ -8,6 +8,10 @@ Sinks + window, exactly (kv/window.py), without moving a row: a window key keeps
 by queries at theirs. A pinned key keeps the angle of its own slot, and is met by queries turned to their number less
 the evicted tokens: it thus sits just before the window, as in StreamingLLM. So each query is rotated twice, and one
 softmax goes over both parts. Angles are made in float64 on the host, for as many tokens as one run has.
+
+Where keys are stored less a constant c (kv/scales.py), the score that they lack is q . R(j - t) c, for a key in place j
+and a token in place t: pinned or not, they stand j - t apart. So it is the product of the query turned to t, which is
+what pinned keys meet, and c turned to j: a table over the places, which no eviction changes, serves all layers.
 """
 
 from __future__ import annotations
@@ -109,7 +113,9 @@ class LayerAttention:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """Store the new rows and attend: query [H, T, D], key and value [K, T, D] -> [H, T, D]."""
-        self._kernels.store(self._angles.rotate(key, self._rope), value, self._rows, self._place)
+        centre = self._rows.k_centre
+        kept = key if centre is None else key.float() - centre[:, None]
+        self._kernels.store(self._angles.rotate(kept, self._rope), value, self._rows, self._place)
         queries = self._angles.rotate(query, self._rope)
         pinned = self._angles.rotate(query, self._rope, pinned=True)
         return self._kernels.attend(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from edgekv.engines.base import check_rows
 from edgekv.engines.cached import RingLayout
+from edgekv.engines.rope import rope_tables, settled
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
@@ -65,12 +66,16 @@ class LayerRows:
 
     Attributes:
         keys, values: [K, C, D] as stored. k_scale, v_scale: [K, D] float32, or None where nothing is scaled.
+        k_centre: [K, D] float32, what keys are stored without (kv/scales.py), or None.
+        turns: with a centre, cos and sin of each place's angle, [C, D] float32: D/2 of the one, then of the other.
     """
 
     keys: Tensor
     values: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+    k_centre: Tensor | None = None
+    turns: Tensor | None = None
 
 
 class RingCache(RingLayout):
@@ -84,6 +89,12 @@ class RingCache(RingLayout):
         self._scales: dict[str, Tensor] | None = None  # each [L, K, D]
         if scales is not None:
             self._scales = {"k": torch.tensor(scales.k, device=device), "v": torch.tensor(scales.v, device=device)}
+        self._centres: dict[int, Tensor] = {}
+        self._turns: Tensor | None = None  # [C, D]
+        if scales is not None and scales.k_centre is not None:
+            self._centres = {i: torch.tensor(scales.k_centre[i], device=device) for i in scales.centred_layers}
+            tables = rope_tables(settled(spec.rope, spec.head_dim, kv.capacity), spec.head_dim, 0, kv.capacity)
+            self._turns = torch.tensor(np.concatenate(tables, axis=1), device=device)
 
     @property
     def evicted(self) -> int:
@@ -105,8 +116,15 @@ class RingCache(RingLayout):
 
     def layer(self, index: int) -> LayerRows:
         """Views of one layer."""
-        scales = [None, None] if self._scales is None else [self._scales[part][index] for part in "kv"]
-        return LayerRows(self._parts["k"][index], self._parts["v"][index], *scales)
+        scales, centre = self._scales, self._centres.get(index)
+        return LayerRows(
+            keys=self._parts["k"][index],
+            values=self._parts["v"][index],
+            k_scale=None if scales is None else scales["k"][index],
+            v_scale=None if scales is None else scales["v"][index],
+            k_centre=centre,
+            turns=None if centre is None else self._turns,
+        )
 
     def read(self, part: str, layer: int, start: int, stop: int) -> Rows:
         """A copy of the rows of tokens start .. stop-1 as stored, [K, stop-start, D]; FP8 as bytes."""

@@ -16,6 +16,7 @@ import torch
 
 from edgekv.engines.base import Logits, check_ids, check_room
 from edgekv.engines.cached import CachedEngine
+from edgekv.engines.rope import rotated_centre
 from edgekv.engines.torch.attention import Angles, LayerAttention, connect
 from edgekv.engines.torch.cache import RingCache
 from edgekv.engines.torch.graph import DecodeStep
@@ -83,7 +84,10 @@ class TorchEngine(CachedEngine):
         if self.evicted and pinned:
             rope = self._spec.rope_layers[layer]
             keys[:, :pinned] = self._angles.moved_on(keys[:, :pinned], rope, self.evicted)
-        return keys.numpy(), values.numpy()
+        found = keys.numpy()
+        if self._scales is not None and (centre := self._scales.centre_of(layer)) is not None:
+            found += rotated_centre(centre, self._spec, self._kv.capacity, start + self.evicted, stop - start)
+        return found, values.numpy()
 
     def close(self) -> None:
         """Free the model and the cache; the engine cannot be used afterwards."""
@@ -205,7 +209,7 @@ def open_engine(
             f"A {kv.dtype} cache needs KV scales for {published.path.name}: make them with `edgekv calibrate`."
         )
     scales.check(published.source.spec, fingerprint, kv.dtype, kv.granularity)
-    return _open_or_shrink(published, kv, scales.without_centre(), options)  # its kernels keep keys whole
+    return _open_or_shrink(published, kv, scales, options)
 
 
 def _open_or_shrink(published: Published, kv: KVSpec, scales: KVScales | None, options: TorchOptions) -> TorchEngine:

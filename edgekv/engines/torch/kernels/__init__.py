@@ -42,8 +42,10 @@ class Kernels(Protocol):
         """Attention of the T newest tokens, whose rows are stored already, over everything they may see.
 
         Args:
-            queries: [H, T, D] float32, at the tokens' own angles. pinned_queries: the same, as pinned keys are to meet
-                them. scaling: factor on the scores. window: a token sees so many places up to its own; None: all.
+            queries: [H, T, D] float32, at the tokens' own angles.
+            pinned_queries: the same at the angles of their places, as pinned keys are to meet them, and the constants
+                that keys are stored without.
+            scaling: factor on the scores. window: a token sees so many places up to its own; None: all.
             softcap: scores become softcap * tanh(score / softcap).
 
         Returns:

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edgekv.engines.torch.cache import LayerRows, Place
+from edgekv.engines.torch.kernels.twin import against_centre
 
 _BLOCK_PLACES = 64
 _BLOCK_ROWS = 64  # query rows of a program that reads a prompt
@@ -88,10 +89,13 @@ class TritonKernels:
         block = min(_BLOCK_ROWS, max(_MIN_ROWS, triton.next_power_of_2(group * count)))
         out = torch.empty((heads, count, size), device=queries.device)
         scaled = rows.k_scale is not None
+        across = queries if rows.k_centre is None else against_centre(pinned_queries, rows.k_centre)
         grid = (triton.cdiv(group * count, block), kv_heads, splits)
         _attend[grid](
             queries.contiguous(),
             pinned_queries.contiguous(),
+            across.contiguous(),
+            queries if rows.turns is None else rows.turns,
             _plain(rows.keys),
             _plain(rows.values),
             rows.k_scale if scaled else queries,
@@ -114,6 +118,7 @@ class TritonKernels:
             SOFTCAP=softcap is not None,
             KIND=_KINDS.get(rows.keys.dtype, _FLOAT),
             SCALED=scaled,
+            CENTRED=rows.turns is not None,
             HALF=rows.keys.dtype != torch.float32,
         )
         if splits > 1:
@@ -206,11 +211,11 @@ def _tile(stored, offsets, there, KIND: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _attend(
-    queries, pinned_queries, keys, values, k_scale, v_scale, state, out, parts, tops,
+    queries, pinned_queries, across, turns, keys, values, k_scale, v_scale, state, out, parts, tops,
     count, capacity, scaling, cap,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    HALF: tl.constexpr,
+    CENTRED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     past, evicted, pinned = tl.load(state), tl.load(state + 1), tl.load(state + 2)
@@ -226,6 +231,8 @@ def _attend(
         step = step * tl.load(k_scale + head * SIZE + channel, mask=channel < SIZE, other=0.0)[None]
     q, power = _queries(queries, offsets, there, step, HALF)
     q_pinned, power_pinned = _queries(pinned_queries, offsets, there, step, HALF)
+    if CENTRED:
+        q_across = tl.load(across + offsets, mask=there, other=0.0) * scaling
 
     last = past + tl.minimum((block * ROWS + ROWS - 1) // GROUP, count - 1)
     first = past * 0
@@ -248,6 +255,10 @@ def _attend(
         if (begin < pinned) & (evicted > 0):
             turned = tl.dot(q_pinned, k, input_precision="ieee") * power_pinned[:, None]
             scores = tl.where(place[None] < pinned, turned, scores)
+        if CENTRED:  # in float32: constants may be a hundred times what is left of a key
+            turned = channel[:, None] + place[None] * SIZE
+            turn = tl.load(turns + turned, mask=inside[None] & (channel[:, None] < SIZE), other=0.0)
+            scores += tl.dot(q_across, turn, input_precision="ieee")
         if SOFTCAP:
             scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
         seen = inside[None] & (place[None] <= own[:, None])

@@ -56,6 +56,9 @@ def attend(
     scores = _scores(_grouped(queries, kv_heads, rows.k_scale), keys)  # [K, H/K T, n]
     if pinned and place.evicted:
         scores[..., :pinned] = _scores(_grouped(pinned_queries, kv_heads, rows.k_scale), keys[:, :pinned])
+    if rows.k_centre is not None and rows.turns is not None:
+        across = against_centre(pinned_queries, rows.k_centre)
+        scores += _scores(_grouped(across, kv_heads, None), rows.turns[first:length])
     scores = scores.mul_(scaling).view(heads, count, length - first)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -84,7 +87,15 @@ def _grouped(queries: Tensor, kv_heads: int, scale: Tensor | None) -> Tensor:
 
 
 def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    return queries @ keys.transpose(1, 2)
+    return queries @ keys.transpose(-2, -1)
+
+
+def against_centre(queries: Tensor, centre: Tensor) -> Tensor:
+    """What queries [H, T, D] are multiplied by cosines and by sines with, [H, T, D], to give their products with a
+    centre [K, D] turned: q . R(a) c = cos a (q1 c1 + q2 c2) + sin a (q2 c1 - q1 c2) for each pair."""
+    low, high = queries.chunk(2, dim=-1)
+    c_low, c_high = centre.repeat_interleave(len(queries) // len(centre), 0)[:, None].chunk(2, dim=-1)
+    return torch.cat([low * c_low + high * c_high, high * c_low - low * c_high], dim=-1)
 
 
 def _mask(first: int, past: int, count: int, window: int | None, device: torch.device) -> Tensor:
