@@ -141,8 +141,7 @@ class ChatLoop:
         report = self.session.precheck(text).require()
         if not self.as_json:
             render.print_forecast(report)
-        if self.saved is not None:
-            self.saved.ask(text)
+        self._keep(lambda saved: saved.ask(text))
         printer = render.AnswerPrinter(as_json=self.as_json)
         events: Iterator[Event] = self.session.send(text)
         self.last = None
@@ -161,12 +160,20 @@ class ChatLoop:
         return 0 if self.last else 130
 
     def _save_now(self) -> None:
-        """Save the conversation where it is kept. What cannot be saved is told, and the chat goes on."""
+        """Save the conversation where it is kept; only then its question is no longer open."""
+
+        def save(saved: SavedSession) -> None:
+            self.session.save(saved.path)
+            saved.ask("")
+
+        self._keep(save)
+
+    def _keep(self, action: Callable[[SavedSession], object]) -> None:
+        """Write where the conversation is kept. What cannot be written is told, and the chat goes on."""
         if self.saved is None:
             return
         try:
-            self.session.save(self.saved.path)
-            self.saved.ask("")
+            action(self.saved)
         except StorageError as error:
             render.note(f"[not saved: {error}]")
 

@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 from helpers.chat import make_chat_model
 
+from edgekv.api import load
 from edgekv.cli import COMMANDS
+from edgekv.cli.chat import ChatLoop
 from edgekv.convert import convert
+from edgekv.errors import StorageError
 from edgekv.kv.scales import read_scales, write_scales
 from edgekv.model.converted import ConvertedModel
+from edgekv.session_store import SavedSession, SessionStore
 
 DATA = Path(__file__).parents[1] / "data" / "llama-fp16"
 
@@ -54,6 +58,23 @@ def test_help_names_every_command() -> None:
         own = edgekv(name, "--help")
         assert own.returncode == 0
         assert own.stdout.startswith(f"Usage: edgekv {name}")
+
+
+def test_a_full_disk_does_not_end_the_chat(
+    chat_model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the question nor the answer can be kept: both are told, and the answer is there."""
+
+    def full(*arguments: object) -> None:
+        raise StorageError("Could not write: no space left.")
+
+    with load(chat_model.folder, memory="4GiB", context=128) as runtime, SessionStore(tmp_path).open("talk") as saved:
+        monkeypatch.setattr(SavedSession, "ask", full)
+        loop = ChatLoop(runtime, runtime.session(max_new_tokens=4), as_json=False, saved=saved)
+        assert loop.answer("Hello") == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip()
+    assert printed.err.count("[not saved: Could not write") == 2
 
 
 def test_one_answer_and_exit(chat_model: ConvertedModel) -> None:
