@@ -19,13 +19,13 @@ import numpy as np
 from edgekv.engines.base import Engine
 from edgekv.errors import InvalidOption
 from edgekv.generate import Event, Request, Timeline, answer
-from edgekv.kv.window import Span, Window
+from edgekv.kv.window import Window
 from edgekv.parking import ParkingLot
 from edgekv.sampling import SamplingOptions
 from edgekv.session_file import CacheIdentity
 from edgekv.session_state import ChatState, EncodedText, Seat
 from edgekv.text.grammar import Grammars
-from edgekv.text.precheck import LengthReport, Overflow, check_lengths
+from edgekv.text.precheck import LengthReport, Overflow, PromptOutline, check_lengths
 from edgekv.text.prompt import ChatFormat, Prompt
 from edgekv.text.template import Message, Tool
 from edgekv.text.tokenizer import Tokenizer
@@ -40,20 +40,13 @@ class EncodedPrompt:
     """A prompt as tokens."""
 
     encoded: EncodedText
-    turn_starts: tuple[int, ...] = ()  # token at which each message's turn begins
-    answer_start: int | None = None  # token at which the answer's turn begins
+    outline: PromptOutline
     pinned: int = 0  # tokens of BOS and system prompt
-    markers: tuple[Span, ...] = ()  # tokens that the template wrote as one
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The tokens."""
         return self.encoded.ids
-
-    @property
-    def all_starts(self) -> tuple[int, ...]:
-        """Every token at which an eviction may end on a turn's border: also the answer's, as in the next prompt."""
-        return self.turn_starts if self.answer_start is None else (*self.turn_starts, self.answer_start)
 
 
 class Dialogue:
@@ -145,7 +138,9 @@ class Chat:
         ids = (*bos, *self.tokenizer.encode(text))
         if not ids:
             raise InvalidOption("The prompt is empty: give some text to continue.")
-        return self._start(EncodedPrompt(EncodedText("", ids)), ChatRequest((), sampling, overflow))
+        return self._start(
+            EncodedPrompt(EncodedText("", ids), PromptOutline(len(ids))), ChatRequest((), sampling, overflow)
+        )
 
     def stop(self) -> None:
         """End an answer that is still being made; what it gave out stays in the cache."""
@@ -246,7 +241,8 @@ class Chat:
         turn_starts = tuple(whole.token_at(offset) for offset in prompt.turn_offsets)
         answer_start = whole.token_at(prompt.answer_offset)
         markers = tuple((whole.token_at(start), whole.token_at(end)) for start, end in prompt.markers)
-        return EncodedPrompt(whole, turn_starts, answer_start, whole.token_at(prompt.pinned_chars), markers)
+        outline = PromptOutline(len(whole.ids), turn_starts, answer_start, markers)
+        return EncodedPrompt(whole, outline, whole.token_at(prompt.pinned_chars))
 
     def _check(self, encoded: EncodedPrompt, reusable: Reusable, request: ChatRequest) -> LengthReport:
         kv = self.timeline.engine.kv
@@ -254,14 +250,11 @@ class Chat:
         if encoded.pinned > kv.max_pinned:
             state = replace(state, pinned=min(encoded.pinned, kv.capacity - kv.stride))
         return check_lengths(
-            input_tokens=len(encoded.ids),
-            turn_starts=encoded.turn_starts,
-            answer_start=encoded.answer_start,
-            state=state,
+            encoded.outline,
+            state,
             max_pinned=kv.max_pinned,
             max_new_tokens=request.sampling.max_new_tokens,
             overflow=request.overflow,
-            markers=encoded.markers,
         )
 
     def _request(self, encoded: EncodedPrompt, report: LengthReport) -> Request:
@@ -271,11 +264,11 @@ class Chat:
             room = None if report.max_new_tokens else capacity
         return Request(
             tokens=encoded.ids,
-            turn_starts=encoded.all_starts,
+            turn_starts=encoded.outline.all_starts,
             pinned=encoded.pinned,
             eos_ids=frozenset(self.timeline.engine.spec.eos_ids),
             room=room,
-            markers=encoded.markers,
+            markers=encoded.outline.markers,
         )
 
     def _run(self, prompt: EncodedPrompt, request: Request, sampling: SamplingOptions) -> Events:

@@ -62,26 +62,43 @@ class LengthReport:
         return self
 
 
+@dataclass(frozen=True)
+class PromptOutline:
+    """A prompt without its words: how many tokens, and where turns begin among them."""
+
+    length: int
+    turn_starts: Sequence[int] = ()  # token at which each message's turn begins; the first may be behind pinned text
+    answer_start: int | None = None  # token at which the answer's turn begins, if the prompt has one
+    markers: Sequence[Span] = ()  # tokens that no eviction splits
+
+    @property
+    def all_starts(self) -> tuple[int, ...]:
+        """Every token at which an eviction may end on a turn's border: also the answer's, as in the next prompt."""
+        return (*self.turn_starts, *(() if self.answer_start is None else (self.answer_start,)))
+
+    def turns_in(self, first: int, last: int) -> tuple[int, ...]:
+        """Indices of turns that have tokens in first .. last-1."""
+        return turns_between(self.turn_starts, self.length, first, last)
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """The most that is accepted and, if the prompt is more, why it is refused and what there is of that."""
+
+    max_allowed: int
+    problem: str = ""
+    too_long: int = 0
+
+
 def check_lengths(
-    *,
-    input_tokens: int,
-    turn_starts: Sequence[int],
-    state: Window,
-    max_pinned: int,
-    max_new_tokens: int | None,
-    overflow: Overflow,
-    answer_start: int | None = None,
-    markers: Sequence[Span] = (),
+    prompt: PromptOutline, state: Window, *, max_pinned: int, max_new_tokens: int | None, overflow: Overflow
 ) -> LengthReport:
     """Work out what a prompt would do to the cache.
 
     Args:
-        turn_starts: token at which each message's turn begins; the first may be preceded by pinned text.
         state: the cache after everything reusable was kept and the rest forgotten; `state.pinned` is what the prompt
             wants pinned. Its reusable tokens are length + evicted.
         max_pinned: the most tokens that may be pinned.
-        answer_start: token at which the answer's turn begins, if the prompt has one.
-        markers: tokens that no eviction splits.
 
     Raises:
         InvalidOption: an unknown overflow policy.
@@ -91,78 +108,77 @@ def check_lengths(
     if overflow == "summarise":
         raise InvalidOption("overflow='summarise' keeps a note from turn to turn, so it needs a session.")
     reused = state.length + state.evicted
-    borders = turn_starts if answer_start is None else (*turn_starts, answer_start)
-    starts = tuple(start for start in borders if start >= state.pinned)
-    problem, max_allowed, too_long = _problem(input_tokens, turn_starts, state, max_pinned, max_new_tokens, overflow)
+    limit = _limit(prompt, state, max_pinned, max_new_tokens, overflow)
     before = answer = state
-    if not problem:
-        before = state.forecast(input_tokens - reused, starts, markers)
-        answer = before.forecast(max_new_tokens or 0, starts, markers)
+    if not limit.problem:
+        starts = tuple(start for start in prompt.all_starts if start >= state.pinned)
+        before = state.forecast(prompt.length - reused, starts, prompt.markers)
+        answer = before.forecast(max_new_tokens or 0, starts, prompt.markers)
     return LengthReport(
-        input_tokens=input_tokens,
+        input_tokens=prompt.length,
         reused_tokens=reused,
         capacity=state.capacity,
         pinned=state.pinned,
         max_new_tokens=max_new_tokens,
-        max_allowed=max_allowed,
+        max_allowed=limit.max_allowed,
         overflow=overflow,
         evicts=before.evicted - state.evicted,
         evicts_with_answer=answer.evicted - state.evicted,
-        turns_leaving=turns_between(
-            turn_starts, input_tokens, state.pinned + state.evicted, state.pinned + before.evicted
-        ),
-        turns_gone=turns_between(turn_starts, input_tokens, state.pinned, state.pinned + state.evicted),
-        problem=problem,
-        too_long=too_long,
+        turns_leaving=prompt.turns_in(state.pinned + state.evicted, state.pinned + before.evicted),
+        turns_gone=prompt.turns_in(state.pinned, state.pinned + state.evicted),
+        problem=limit.problem,
+        too_long=limit.too_long,
     )
 
 
-def _problem(
-    input_tokens: int,
-    turn_starts: Sequence[int],
-    state: Window,
-    max_pinned: int,
-    max_new_tokens: int | None,
-    overflow: Overflow,
-) -> tuple[str, int, int]:
-    """(why the prompt is refused or "", the most that would not be, what there is of that)."""
-    capacity = state.capacity
+def _limit(
+    prompt: PromptOutline, state: Window, max_pinned: int, max_new_tokens: int | None, overflow: Overflow
+) -> _Limit:
     if state.pinned > max_pinned:
         text = (
             f"The system prompt is {state.pinned} tokens, but at most {max_pinned} (a quarter of the cache of "
-            f"{capacity}) can be kept for good: shorten it, or load the model with a larger --context."
+            f"{state.capacity}) can be kept for good: shorten it, or load the model with a larger --context."
         )
-        return text, max_pinned, state.pinned
+        return _Limit(max_pinned, text, state.pinned)
     if overflow == "error":
-        wanted = 1 if max_new_tokens is None else max_new_tokens
-        allowed, room = max(0, capacity - wanted), capacity - input_tokens
-        if input_tokens > allowed:
-            remedies = [f"send at most {allowed} tokens"] if allowed else []
-            remedies += [f"ask for at most {room} tokens of answer"] if room > 0 else []
-            text = (
-                f"The prompt is {input_tokens} tokens and {wanted} for the answer are asked for, but the cache holds "
-                f"{capacity}: {', '.join([*remedies, 'use a larger --context'])}, or overflow='window'."
-            )
-            return text, allowed, input_tokens
-        return "", allowed, 0
-    window = capacity - state.pinned
-    longest = _longest_new_turn(turn_starts, input_tokens, state)
+        return _limit_of_whole(prompt.length, state.capacity, 1 if max_new_tokens is None else max_new_tokens)
+    return _limit_of_message(prompt, state)
+
+
+def _limit_of_whole(length: int, capacity: int, answer: int) -> _Limit:
+    """Prompt and answer must fit the cache."""
+    allowed, room = max(0, capacity - answer), capacity - length
+    if length <= allowed:
+        return _Limit(allowed)
+    remedies = [f"send at most {allowed} tokens"] if allowed else []
+    remedies += [f"ask for at most {room} tokens of answer"] if room > 0 else []
+    text = (
+        f"The prompt is {length} tokens and {answer} for the answer are asked for, but the cache holds {capacity}: "
+        f"{', '.join([*remedies, 'use a larger --context'])}, or overflow='window'."
+    )
+    return _Limit(allowed, text, length)
+
+
+def _limit_of_message(prompt: PromptOutline, state: Window) -> _Limit:
+    """Each message that is to be read must fit the window."""
+    window = state.capacity - state.pinned
+    longest = _longest_new_turn(prompt, state)
     if longest > window:
         text = (
             f"One message is {longest} tokens, but the window behind the {state.pinned} pinned tokens holds "
             f"{window}: split the message, or load the model with a larger --context."
         )
-        return text, window, longest
-    if not turn_starts:
-        return "", input_tokens, 0
-    return "", max(turn_starts[-1], state.length + state.evicted, state.pinned) + window, 0
+        return _Limit(window, text, longest)
+    if not prompt.turn_starts:
+        return _Limit(prompt.length)
+    return _Limit(max(prompt.turn_starts[-1], state.length + state.evicted, state.pinned) + window)
 
 
-def _longest_new_turn(turn_starts: Sequence[int], input_tokens: int, state: Window) -> int:
+def _longest_new_turn(prompt: PromptOutline, state: Window) -> int:
     """Tokens of the longest message that must be read whole. One that has begun to be read, such as the model's own
     last answer, counts only with what is left of it."""
     reused = state.length + state.evicted
-    spans = pairwise((*turn_starts, input_tokens))
+    spans = pairwise((*prompt.turn_starts, prompt.length))
     sizes = (stop - max(start if start >= reused else reused, state.pinned) for start, stop in spans)
     return max(sizes, default=0)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgekv.errors import ContextOverflow, InvalidOption
 from edgekv.kv.window import Window
-from edgekv.text.precheck import LengthReport, check_lengths
+from edgekv.text.precheck import LengthReport, PromptOutline, check_lengths
 
 CAPACITY, STRIDE = 256, 32
 EMPTY = Window(capacity=CAPACITY, stride=STRIDE, pinned=4)
@@ -24,9 +24,8 @@ def check(
     """A prompt of turns of so many tokens, the first of them the system prompt."""
     starts = [0, *accumulate(turns)]
     return check_lengths(
-        input_tokens=starts[-1],
-        turn_starts=starts[:-1],
-        state=state,
+        PromptOutline(starts[-1], starts[:-1]),
+        state,
         max_pinned=state.capacity // 4,
         max_new_tokens=max_new_tokens,
         overflow=overflow,
@@ -135,16 +134,14 @@ def test_one_message_larger_than_the_window(message: int, before: list[int]) -> 
 
 def test_a_first_message_that_begins_among_the_sinks() -> None:
     """Without a system prompt the first message's first tokens are sinks; it is measured from there on."""
-    starts = {"turn_starts": [1], "max_pinned": 64, "max_new_tokens": None, "overflow": "window"}
-    assert check_lengths(input_tokens=CAPACITY, state=EMPTY, **starts).fits  # type: ignore[arg-type]
-    assert not check_lengths(input_tokens=CAPACITY + 1, state=EMPTY, **starts).fits  # type: ignore[arg-type]
+    for length, fits in ((CAPACITY, True), (CAPACITY + 1, False)):
+        prompt = PromptOutline(length, [1])
+        assert check_lengths(prompt, EMPTY, max_pinned=64, max_new_tokens=None, overflow="window").fits is fits
 
 
 def test_text_without_turns_streams_through() -> None:
     """Plain text has no messages; under overflow="window" any length goes through, and what leaves is counted."""
-    report = check_lengths(
-        input_tokens=1000, turn_starts=(), state=EMPTY, max_pinned=64, max_new_tokens=None, overflow="window"
-    )
+    report = check_lengths(PromptOutline(1000), EMPTY, max_pinned=64, max_new_tokens=None, overflow="window")
     assert report.fits
     assert report.evicts == 768
     assert report.turns_leaving == ()
@@ -197,9 +194,8 @@ def test_the_report_says_exactly_what_leaves(
     state = Window(capacity=capacity, stride=stride, pinned=pinned).forecast(first, known)
     assert (state.length, state.evicted) == (len(cache.held), len(cache.gone))
     earlier = len(cache.gone)
-    report = check_lengths(
-        input_tokens=total, turn_starts=starts, state=state, max_pinned=24, max_new_tokens=answer, overflow="window"
-    )
+    prompt = PromptOutline(total, starts)
+    report = check_lengths(prompt, state, max_pinned=24, max_new_tokens=answer, overflow="window")
     if not report.fits:
         stops = [*starts[1:], total]
         assert max(stop - max(start, pinned) for start, stop in zip(starts, stops, strict=True)) > capacity - pinned
