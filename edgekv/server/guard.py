@@ -8,7 +8,7 @@ Origin must be the server's own, and bodies must say that they are JSON, which n
 from __future__ import annotations
 
 import hmac
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -38,9 +38,9 @@ class Guard:
     def check(self, path: str, headers: Headers) -> Problem | None:
         """Why the request is not let through, or None."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self._key is None and not is_loopback(_name(f"//{host}")):
+        if self._key is None and not is_loopback(_split(f"//{host}").hostname or ""):
             return Problem(403, f"The Host {host!r} is not a name of this machine's own.", "wrong_host")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _split(origin).netloc != host:
             return Problem(403, f"Pages of {origin} may not use this server.", "wrong_origin")
         if self._key is None or path in OPEN_PATHS or path.startswith(PAGE_PREFIX):
             return None
@@ -51,8 +51,9 @@ class Guard:
         return Problem(401, f"The API key {what}.", "invalid_api_key")
 
 
-def _name(url: str) -> str:
+def _split(url: str) -> SplitResult:
+    """The parts of an address; of what is none, empty ones."""
     try:
-        return urlsplit(url).hostname or ""
+        return urlsplit(url)
     except ValueError:
-        return ""
+        return urlsplit("")

@@ -357,6 +357,7 @@ class TestRefusals:
         """A page elsewhere, or a name that was pointed here, is turned away (no key is set)."""
         assert httpx.get(f"{url}/v1/models", headers={"Host": "evil.example"}).status_code == 403
         assert httpx.get(f"{url}/v1/models", headers={"Origin": "https://evil.example"}).status_code == 403
+        assert httpx.get(f"{url}/v1/models", headers={"Origin": "http://["}).status_code == 403
         assert httpx.get(f"{url}/v1/models", headers={"Origin": url}).status_code == 200
 
 
