@@ -1,14 +1,16 @@
 """Who leaves and who stays, in integers: sinks + sliding window (Xiao et al., StreamingLLM, arXiv 2309.17453).
 
-    slots     0 .. S-1        S .. length-1                    length .. C-1
+    rows      0 .. S-1        S .. length-1                    length .. C-1
               pinned prefix   window, oldest first             free
     tokens    0 .. S-1        S+evicted .. length+evicted-1
 
-When the cache is full and one more token arrives, G tokens leave from the front of the window and the rest moves down
-by G rows. Rows are plain bytes and are never requantised. Keys are stored rotated, so a window key keeps the angle of
-the position it was written at, slot + evicted, and that stays right for ever because RoPE only sees differences; the
-pinned keys alone must be re-made to sit just before the window (the engine re-runs S tokens, once per G). That is
-StreamingLLM's "positions are positions in the cache".
+Rows are counted in the order of tokens; in which slots of memory they lie is the engine's (engines/cached.py). When the
+cache is full and one more token arrives, G tokens leave from the front of the window and the rest is counted down by
+G. Rows are plain bytes and are never requantised. Keys are stored rotated, so a window key keeps the angle of the
+position it was written at, row + evicted, and that stays right for ever because RoPE only sees differences. The pinned
+keys alone would drift away: they are to be met as if they sat just before the window. Either the engine runs the S
+tokens again at the new angles, once per G, or it meets them with queries of their own, turned back by `evicted`. That
+is StreamingLLM's "positions are positions in the cache".
 
 The schedule depends on nothing but the number of tokens seen: a cache evicts exactly when it is full and another token
 arrives. So feeding tokens one by one, turn by turn or all at once leaves the same cache (cases C07, C12).
@@ -28,11 +30,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """One eviction: `count` rows leave, starting at row `start`; rows start+count .. length-1 move down by `count`."""
+    """One eviction: `count` rows leave from row `start` on; those behind them are counted down by `count`."""
 
-    start: int
+    start: int  # S: the rows before it are pinned
     count: int
-    length: int
+    length: int  # before the eviction
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,21 @@ class Window:
         Args:
             turn_starts: tokens (counted from the very first one) at which a turn begins. If one of them lies between
                 the stride and twice the stride, the eviction ends there, so that whole turns leave.
-            markers: stretches of tokens that the template wrote as one, such as a turn's header. None is split: an
-                eviction that would end inside of one ends behind it.
+            markers: stretches of tokens that the template wrote as one, such as a turn's header. An eviction that would
+                end inside of one ends behind it or, where that were more than twice the stride, before it. (A layer
+                that holds only its window counts on that limit: KVSpec.ring_slots.)
         """
-        oldest = self.pinned + self.evicted  # the token in the first window slot
+        oldest = self.pinned + self.evicted  # the token in the first window row
         window = self.length - self.pinned
         most = min(2 * self.stride, window)
         whole = [start - oldest for start in turn_starts if self.stride <= start - oldest <= most]
         count = min(whole, default=min(self.stride, most))
-        split = [end - oldest for start, end in markers if start < oldest + count < end]
-        return Move(start=self.pinned, count=min(max(split, default=count), window), length=self.length)
+        for start, end in markers:
+            if start < oldest + count < end:
+                behind, before = end - oldest, start - oldest
+                count = behind if behind <= most else before if before > 0 else count
+                break
+        return Move(start=self.pinned, count=count, length=self.length)
 
     def apply(self, move: Move) -> Window:
         """The state after an eviction."""
