@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
+from inspect import GEN_RUNNING, getgeneratorstate
 from types import TracebackType
 from typing import Any
 
@@ -81,7 +82,7 @@ class TurnEvents(Generator[Event, None, None]):
         try:
             return self._events.send(value)
         except BaseException:
-            self._turn.release()
+            self._release()
             raise
 
     def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Event:
@@ -89,13 +90,18 @@ class TurnEvents(Generator[Event, None, None]):
         try:
             return self._events.throw(kind if value is None else value)
         finally:
-            self._turn.release()
+            self._release()
 
     def close(self) -> None:
         """End the stream; what it gave out stays in the cache."""
         try:
             self._events.close()
         finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Give the turn back, unless another thread is in the stream just now: it still needs the engine."""
+        if getgeneratorstate(self._events) != GEN_RUNNING:
             self._turn.release()
 
     def __del__(self) -> None:

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.chat import make_chat_model
 
 import edgekv
 from edgekv.model.converted import ConvertedModel
-from edgekv.sharing import Turns
+from edgekv.sharing import TurnEvents, Turns
 
 
 def ask(number: int) -> list[dict[str, str]]:
@@ -83,6 +84,21 @@ class TestTurns:
         assert begun.wait(10)
         thread.join(10)
         turns.take().release()
+
+    def test_a_stream_keeps_its_turn_while_it_runs(self) -> None:
+        """Somebody else who asks it for an event, or closes it, meanwhile gets Python's error and frees nothing."""
+        turns = Turns()
+
+        def events() -> Iterator[Any]:
+            for meddle in (stream.__next__, stream.close, lambda: stream.throw(RuntimeError())):
+                with pytest.raises(ValueError, match="already executing"):
+                    meddle()
+            assert len(turns._line) == 1
+            yield None
+
+        stream = TurnEvents(events(), turns.take())
+        assert list(stream) == [None]
+        assert not turns._line
 
 
 class TestThreads:
