@@ -50,6 +50,18 @@ class SamplingOptions:
     top_logprobs: int | None = about("Report each token's log probability, and of this many alternatives.")
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        if self.seed is not None and self.seed < 0:
+            raise InvalidOption(f"seed is {self.seed}; it must not be negative.")
+        if self.top_p == 0:
+            raise InvalidOption("top_p is 0, which allows no token: use temperature 0 for the most likely one.")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InvalidOption(f"max_new_tokens is {self.max_new_tokens}; at least one token must be allowed.")
+        if self.max_seconds is not None and not (isinstance(self.max_seconds, int | float) and self.max_seconds > 0):
+            raise InvalidOption(f"max_seconds is {self.max_seconds!r}; it must be a number above 0.")
+        self._check_texts()
+
+    def _check_numbers(self) -> None:
         limits = {
             "temperature": (self.temperature, 0.0, 100.0),
             "top_k": (self.top_k, 0, 1 << 31),
@@ -66,19 +78,13 @@ class SamplingOptions:
             value = getattr(self, name)
             if value is not None and not isinstance(value, int):
                 raise InvalidOption(f"{name} is {value!r}; it must be a whole number.")
-        if self.seed is not None and self.seed < 0:
-            raise InvalidOption(f"seed is {self.seed}; it must not be negative.")
-        if self.top_p == 0:
-            raise InvalidOption("top_p is 0, which allows no token: use temperature 0 for the most likely one.")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise InvalidOption(f"max_new_tokens is {self.max_new_tokens}; at least one token must be allowed.")
-        if self.max_seconds is not None and not (isinstance(self.max_seconds, int | float) and self.max_seconds > 0):
-            raise InvalidOption(f"max_seconds is {self.max_seconds!r}; it must be a number above 0.")
+
+    def _check_texts(self) -> None:
         if not isinstance(self.stop, tuple | list) or not all(isinstance(text, str) and text for text in self.stop):
             raise InvalidOption("stop must be a sequence of strings, none of them empty.")
-        for name in ("json_schema", "grammar"):
-            if not isinstance(getattr(self, name), str | None):
-                raise InvalidOption(f"{name} is a {type(getattr(self, name)).__name__}; it must be a text.")
+        for name, value in (("json_schema", self.json_schema), ("grammar", self.grammar)):
+            if not isinstance(value, str | None):
+                raise InvalidOption(f"{name} is a {type(value).__name__}; it must be a text.")
         if self.json_schema is not None and self.grammar is not None:
             raise InvalidOption("An answer can follow a JSON schema or a grammar, not both: give one of them.")
 

@@ -87,41 +87,43 @@ def set_native_attention(model: onnx.ModelProto, spec: ModelSpec, centred: Colle
     `centre.i`, [K, D], and the table that these layers share.
     """
     for layer, node in enumerate(attention_nodes(model)):
-        quantised = len(node.input) > _KEY_SCALE
-        scale = next((a.f for a in node.attribute if a.name == "scale"), spec.attention.scale)  # 0: 1 / sqrt(D)
-        sizes = {"num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads, "window": spec.windows[layer]}
-        packed, keys, values, attended = node.input[0], node.input[3], node.input[4], node.output[0]
-        _drop_scales(model, layer, node)
-        rope = spec.rope_layers[layer]
-        inputs = [packed, keys, values, "state", "" if rope < 0 else f"angles.{rope}"]
-        if quantised:
-            inputs.append(f"scales.{layer}")
-            shape = [2, spec.num_kv_heads, "D"]
-            model.graph.input.append(helper.make_tensor_value_info(inputs[-1], TensorProto.FLOAT, shape))
-        if layer in centred:
-            inputs += [f"centre.{layer}", "pairs", "turns"]
-            model.graph.input.append(helper.make_tensor_value_info(f"centre.{layer}", TensorProto.FLOAT, shape[1:]))
-        node.CopyFrom(
-            helper.make_node(
-                "CachedAttention",
-                inputs,
-                [attended],
-                name=node.name,
-                domain=NATIVE_DOMAIN,
-                scale=scale,
-                softcap=spec.attention.softcap,
-                **sizes,
-            )
-        )
+        _make_native(model, spec, layer, node, centred=layer in centred)
     _keep(model.graph.output, lambda name: not name.startswith("present_"))
     _keep(model.graph.input, lambda name: not name.startswith(("cos", "sin")))
-    model.graph.input.append(helper.make_tensor_value_info("state", TensorProto.INT64, [4]))
+    _add_input(model, "state", TensorProto.INT64, [4])
     for rope in sorted(set(spec.rope_layers) - {-1}):
-        model.graph.input.append(helper.make_tensor_value_info(f"angles.{rope}", TensorProto.FLOAT, [4, "T", "D/2"]))
+        _add_input(model, f"angles.{rope}", TensorProto.FLOAT, [4, "T", "D/2"])
     if centred:
-        model.graph.input.append(helper.make_tensor_value_info("pairs", TensorProto.INT64, ["P"]))
-        model.graph.input.append(helper.make_tensor_value_info("turns", TensorProto.FLOAT, [2, "P", "slots"]))
+        _add_input(model, "pairs", TensorProto.INT64, ["P"])
+        _add_input(model, "turns", TensorProto.FLOAT, [2, "P", "slots"])
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
+
+
+def _make_native(model: onnx.ModelProto, spec: ModelSpec, layer: int, node: onnx.NodeProto, *, centred: bool) -> None:
+    """Turn one GroupQueryAttention into a CachedAttention, with the inputs that are the layer's own."""
+    packed, keys, values, attended = node.input[0], node.input[3], node.input[4], node.output[0]
+    quantised, rope = len(node.input) > _KEY_SCALE, spec.rope_layers[layer]
+    _drop_scales(model, layer, node)
+    inputs = [packed, keys, values, "state", "" if rope < 0 else f"angles.{rope}"]
+    if quantised:
+        inputs.append(f"scales.{layer}")
+        _add_input(model, inputs[-1], TensorProto.FLOAT, [2, spec.num_kv_heads, "D"])
+    if centred:
+        inputs += [f"centre.{layer}", "pairs", "turns"]
+        _add_input(model, f"centre.{layer}", TensorProto.FLOAT, [spec.num_kv_heads, "D"])
+    attributes = {
+        "num_heads": spec.num_heads,
+        "kv_num_heads": spec.num_kv_heads,
+        "window": spec.windows[layer],
+        "softcap": spec.attention.softcap,
+        "scale": next((a.f for a in node.attribute if a.name == "scale"), spec.attention.scale),  # 0: 1 / sqrt(D)
+    }
+    named = {"name": node.name, "domain": NATIVE_DOMAIN}
+    node.CopyFrom(helper.make_node("CachedAttention", inputs, [attended], **named, **attributes))
+
+
+def _add_input(model: onnx.ModelProto, name: str, dtype: int, shape: list[int | str]) -> None:
+    model.graph.input.append(helper.make_tensor_value_info(name, dtype, shape))
 
 
 def _keep(values: Any, wanted: Callable[[str], bool]) -> None:
@@ -163,8 +165,7 @@ def _add_scales(
     node.input.extend([""] * (_KEY_SCALE - len(node.input)))
     for part in "kv":
         name = f"{part}_scale.{layer}"
-        shape = [1] if granularity == "tensor" else [1, heads, 1, "D"]
-        model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+        _add_input(model, name, TensorProto.FLOAT, [1] if granularity == "tensor" else [1, heads, 1, "D"])
         node.input.append(name)
         quant_type = "PER_TENSOR" if granularity == "tensor" else "PER_CHANNEL"
         node.attribute.append(helper.make_attribute(f"{part}_quant_type", quant_type))
