@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "matmul.h"
 
 #if defined(_MSC_VER) && (defined(_M_X64) || defined(_M_IX86))
 #include <immintrin.h>
@@ -69,7 +70,25 @@ struct Choice {
 constexpr Choice kChoices[] = {
     {"avx512", has_avx512, avx512_kernels}, {"avx2", has_avx2, avx2_kernels}, {"neon", has_dotprod, neon_kernels}};
 
+struct MatMulChoice {
+  const char* name;
+  bool (*runs)();
+  const MatMulKernels* (*kernels)();
+};
+
+constexpr MatMulChoice kMatMulChoices[] = {{"avx512", has_avx512, avx512_matmul}, {"avx2", has_avx2, avx2_matmul}};
+
 }  // namespace
+
+const MatMulKernels* best_matmul(const char* limit) {
+  bool allowed = limit == nullptr;
+  for (const MatMulChoice& choice : kMatMulChoices) {
+    allowed = allowed || std::strcmp(limit, choice.name) == 0;
+    if (!allowed || !choice.runs()) continue;
+    if (const MatMulKernels* kernels = choice.kernels()) return kernels;
+  }
+  return plain_matmul();
+}
 
 const Kernels* best_kernels(CacheType type, const char* limit) {
   bool allowed = limit == nullptr;

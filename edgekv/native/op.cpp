@@ -19,100 +19,14 @@
 // Writing into an input is what makes the cache a buffer that is bound once; no other node may read it.
 #include <cmath>
 #include <cstdlib>
-#include <exception>
-#include <new>
+#include <initializer_list>
 
 #include "attention.h"
-#include "ort_abi.h"
+#include "matmul.h"
+#include "ort_kernel.h"
 
 namespace edgekv {
 namespace {
-
-ort::Api api;
-
-// A failed call or a problem that does not fit; carries what goes back to ONNX Runtime.
-class Failure {
- public:
-  explicit Failure(ort::Status* status) : status_(status) {}
-  explicit Failure(const char* text) : status_(api.CreateStatus(ort::kInvalidArgument, text)) {}
-  ort::Status* status() const { return status_; }
-
- private:
-  ort::Status* status_;
-};
-
-void check(ort::Status* status) {
-  if (status) throw Failure(status);
-}
-
-void require(bool condition, const char* otherwise) {
-  if (!condition) throw Failure(otherwise);
-}
-
-// Runs something that may throw, for callers that must not.
-template <class Work>
-ort::Status* guarded(Work work) noexcept {
-  try {
-    work();
-    return nullptr;
-  } catch (const Failure& failure) {
-    return failure.status();
-  } catch (const std::exception& error) {
-    return api.CreateStatus(ort::kFail, error.what());
-  }
-}
-
-constexpr size_t kMaxRank = 4;
-
-struct Tensor {
-  void* data = nullptr;
-  int type = ort::kUndefined;
-  size_t rank = 0;
-  int64_t dims[kMaxRank] = {};
-
-  bool is(int wanted, size_t wanted_rank) const { return data && type == wanted && rank == wanted_rank; }
-};
-
-// Releases the shape whatever happens while it is read.
-struct Info {
-  ort::TensorInfo* pointer = nullptr;
-  ~Info() {
-    if (pointer) api.ReleaseTensorInfo(pointer);
-  }
-};
-
-Tensor input(const ort::KernelContext* context, size_t index) {
-  const ort::Value* value = nullptr;
-  check(api.GetInput(context, index, &value));
-  Tensor tensor;
-  if (!value) return tensor;  // an optional input that is not there
-  Info info;
-  check(api.GetTensorTypeAndShape(value, &info.pointer));
-  check(api.GetTensorElementType(info.pointer, &tensor.type));
-  check(api.GetDimensionsCount(info.pointer, &tensor.rank));
-  require(tensor.rank <= kMaxRank, "CachedAttention: an input has more than four dimensions");
-  check(api.GetDimensions(info.pointer, tensor.dims, tensor.rank));
-  check(api.GetTensorMutableData(value, &tensor.data));
-  return tensor;
-}
-
-int64_t integer(const ort::KernelInfo* info, const char* name, int64_t otherwise) {
-  int64_t value = otherwise;
-  if (ort::Status* status = api.GetAttribute(info, name, &value)) {
-    api.ReleaseStatus(status);
-    return otherwise;
-  }
-  return value;
-}
-
-float number(const ort::KernelInfo* info, const char* name, float otherwise) {
-  float value = otherwise;
-  if (ort::Status* status = api.GetAttribute(info, name, &value)) {
-    api.ReleaseStatus(status);
-    return otherwise;
-  }
-  return value;
-}
 
 enum Input : size_t { kQkv, kKeys, kValues, kState, kAngles, kScales, kCentre, kPairs, kTurns, kInputs };
 
@@ -144,10 +58,6 @@ class Kernel {
   }
 
  private:
-  static void run_parallel(void* context, void (*body)(void*, size_t), size_t count, void* argument) {
-    check(api.ParallelFor(static_cast<const ort::KernelContext*>(context), body, count, 0, argument));
-  }
-
   // The problem as the inputs state it, every size checked.
   Problem read(const ort::KernelContext* context) const {
     const Tensor qkv = input(context, 0), keys = input(context, 1), values = input(context, 2);
@@ -227,37 +137,14 @@ int input_type(const ort::CustomOp*, size_t index) {
   return index == kState || index == kPairs ? ort::kInt64 : ort::kFloat;
 }
 
-ort::Status* create(const ort::CustomOp*, const ort::ApiTable*, const ort::KernelInfo* info, void** kernel) {
-  return guarded([&] { *kernel = new Kernel(info); });
-}
-
-ort::Status* compute(void* kernel, ort::KernelContext* context) {
-  return guarded([&] { static_cast<const Kernel*>(kernel)->compute(context); });
-}
-
 ort::CustomOp make_op() {
-  ort::CustomOp op{};
-  op.version = ort::kVersion;
+  ort::CustomOp op = custom_op<Kernel>();
   op.GetName = [](const ort::CustomOp*) { return "CachedAttention"; };
-  op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.GetInputType = input_type;
   op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return kInputs; };
-  op.GetOutputType = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
-  op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
-  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   op.GetInputCharacteristic = [](const ort::CustomOp*, size_t index) -> int {
     return index >= kAngles ? ort::kOptional : ort::kRequired;
   };
-  op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) -> int { return ort::kRequired; };
-  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) -> int { return ort::kDefaultMemory; };
-  op.GetVariadicInputMinArity = [](const ort::CustomOp*) { return 1; };
-  op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 1; };
-  op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
-  op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 1; };
-  op.CreateKernelV2 = create;
-  op.KernelComputeV2 = compute;
-  op.GetStartVersion = [](const ort::CustomOp*) { return 1; };
-  op.GetEndVersion = [](const ort::CustomOp*) { return 0x7fffffff; };
   return op;
 }
 
@@ -265,12 +152,6 @@ const ort::CustomOp op = make_op();
 
 }  // namespace
 }  // namespace edgekv
-
-#if defined(_WIN32)
-#define EDGEKV_EXPORT extern "C" __declspec(dllexport)
-#else
-#define EDGEKV_EXPORT extern "C" __attribute__((visibility("default")))
-#endif
 
 // What ONNX Runtime calls when the library is registered.
 EDGEKV_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
@@ -282,11 +163,18 @@ EDGEKV_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
   edgekv::api = ort::Api(table);
   ort::CustomOpDomain* domain = nullptr;
   if (ort::Status* status = edgekv::api.CreateCustomOpDomain("edgekv", &domain)) return status;
-  if (ort::Status* status = edgekv::api.CustomOpDomain_Add(domain, &edgekv::op)) return status;
+  for (const ort::CustomOp* op : {&edgekv::op, edgekv::packed_matmul_op()}) {
+    if (ort::Status* status = edgekv::api.CustomOpDomain_Add(domain, op)) return status;
+  }
   return edgekv::api.AddCustomOpDomain(options, domain);
 }
 
 // The instruction set that INT8 attention runs with, for `edgekv info`.
 EDGEKV_EXPORT const char* edgekv_instruction_set() {
   return edgekv::best_kernels(edgekv::CacheType::kInt8, std::getenv("EDGEKV_NATIVE_ISA"))->name;
+}
+
+// The instruction set that products of packed weights run with; "plain" is slower than ONNX Runtime's own.
+EDGEKV_EXPORT const char* edgekv_matmul_instruction_set() {
+  return edgekv::best_matmul(std::getenv("EDGEKV_NATIVE_ISA"))->name;
 }

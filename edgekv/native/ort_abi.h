@@ -22,7 +22,7 @@ struct Value;
 struct TensorInfo;
 
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
-enum ElementType : int { kUndefined = 0, kFloat = 1, kInt8 = 3, kInt64 = 7 };
+enum ElementType : int { kUndefined = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7 };
 enum Characteristic : int { kRequired = 0, kOptional = 1 };
 enum MemoryType : int { kDefaultMemory = 0 };
 

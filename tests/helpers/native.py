@@ -10,12 +10,15 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parents[2] / "edgekv" / "native"
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w")
 _OWN_FLAGS = {
-    "kernels_avx2": ("-mavx2", "-mfma"),
-    "kernels_avx512": (
+    **dict.fromkeys(("kernels_avx2", "matmul_avx2"), ("-mavx2", "-mfma")),
+    **dict.fromkeys(("kernels_avx512", "matmul_avx512"), (
         "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni",
-    ),
+    )),
 } if platform.machine() in ("x86_64", "AMD64") else {"kernels_neon": ("-march=armv8.2-a+dotprod",)}  # fmt: skip
-_CORE = ("attention", "cpu", "kernels_plain", "kernels_avx2", "kernels_avx512", "kernels_neon")
+_CORE = (
+    "attention", "cpu", "kernels_plain", "kernels_avx2", "kernels_avx512", "kernels_neon",
+    "matmul", "matmul_plain", "matmul_avx2", "matmul_avx512",
+)  # fmt: skip
 
 
 def compiler() -> str | None:
@@ -24,16 +27,16 @@ def compiler() -> str | None:
 
 
 def build_library(folder: Path) -> Path:
-    """Build the operator library into a folder."""
+    """Build the operators' library into a folder."""
     target = folder / "libedgekv_ops.so"
-    _link(folder, ("op",), target, ("-shared",))
+    _link(folder, ("op", "matmul_op"), target, ("-shared",))
     return target
 
 
-def build_program(folder: Path, *flags: str) -> Path:
-    """Build test_attention into a folder, e.g. with sanitizers."""
-    target = folder / "test_attention"
-    _link(folder, ("test_attention",), target, ("-pthread", *flags))
+def build_program(folder: Path, name: str, *flags: str) -> Path:
+    """Build test_attention or test_matmul into a folder, e.g. with sanitizers."""
+    target = folder / name
+    _link(folder, (name,), target, ("-pthread", *flags))
     return target
 
 

@@ -351,7 +351,7 @@ def test_every_instruction_set(tmp_path: Path) -> None:
     """The C++ test program: random shapes on each instruction set that this machine has (NOTES.md: at length)."""
     if builder.compiler() is None:
         pytest.skip("there is no C++ compiler")
-    subprocess.run([builder.build_program(tmp_path), "15", "77"], check=True)
+    subprocess.run([builder.build_program(tmp_path, "test_attention"), "15", "77"], check=True)
 
 
 @pytest.mark.slow
@@ -360,7 +360,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, sanitizers: str) -> None:
     if builder.compiler() is None:
         pytest.skip("there is no C++ compiler")
     flags = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g")
-    subprocess.run([builder.build_program(tmp_path, *flags), "60", "5"], check=True)
+    subprocess.run([builder.build_program(tmp_path, "test_attention", *flags), "60", "5"], check=True)
 
 
 # ---- in the engine --------------------------------------------------------------------------------------------------

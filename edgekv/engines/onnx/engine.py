@@ -16,7 +16,7 @@ import numpy as np
 from edgekv.engines.base import Logits
 from edgekv.engines.cached import CachedEngine
 from edgekv.engines.onnx import native
-from edgekv.engines.onnx.binding import Array, DeviceCache, HostCache, StepBuffers
+from edgekv.engines.onnx.binding import Array, DeviceCache, HostCache, StepBuffers, bind_array
 from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.moved import MovedCache, MovedInputs
 from edgekv.engines.onnx.ring import RingCache, RingInputs
@@ -36,6 +36,7 @@ DEFAULT_CHUNK = 128
 
 
 Attention = Literal["auto", "native", "gqa"]
+MatMul = Literal["auto", "native", "onnxruntime"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class OnnxOptions:
     accuracy_level: int = 4  # 4: int8 activations inside MatMulNBits; 1: float32
     half_attention: bool | None = None  # attention in float16; None: where the device demands it
     attention: Attention = "auto"  # which operator; auto: the project's own where it is built and serves the cache
+    matmul: MatMul = "auto"  # which product with packed weights; auto: the project's own where it is faster
 
     @property
     def half(self) -> bool:
@@ -76,8 +78,11 @@ class OnnxEngine(CachedEngine):
         super().__init__(model.spec, kv, scales, options.chunk)
         self.attention = attention
         self._model, self._options = model, options
-        self._session: Any = open_session(model, kv, options, attention, scales)
-        self._io: Any = self._session.io_binding()
+        session, self._packed = open_session(model, kv, options, attention, scales)
+        self._session: Any = session
+        self._io: Any = session.io_binding()
+        if self._packed is not None:
+            bind_array(self._io, native.PACKED_WEIGHTS, self._packed)
         if attention == "native":
             self._cache, self._inputs = _ring(self._io, model.spec, kv, scales, options)
         else:
@@ -100,7 +105,7 @@ class OnnxEngine(CachedEngine):
         """Free the session and the cache; the engine cannot be used afterwards."""
         self._tokens = []
         self._io = self._session = None
-        for name in ("_cache", "_inputs", "_step"):
+        for name in ("_cache", "_inputs", "_step", "_packed"):
             self.__dict__.pop(name, None)
 
     def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
@@ -213,11 +218,13 @@ def open_session(
     options: OnnxOptions,
     attention: Literal["native", "gqa"],
     scales: KVScales | None = None,
-) -> Any:
-    """An ONNX Runtime session over the model's graph, given this kind of cache and attention.
+) -> tuple[Any, Array | None]:
+    """An ONNX Runtime session over the model's graph, given this kind of cache and attention, and the packed weights that
+    are to be bound where the project's own product takes them.
 
     Raises:
         DependencyMissing, EngineError: ONNX Runtime lacks the provider, or cannot load the graph.
+        UnsupportedModel: the product that was asked for cannot be used.
     """
     ort = _import_onnxruntime()
     provider = PROVIDERS[options.device]
@@ -231,16 +238,38 @@ def open_session(
     session_options.log_severity_level = 3
     session_options.enable_mem_pattern = False  # shapes change from run to run, so patterns would only cost memory
     graph: str | bytes = str(model.graph)
+    own_matmul, weights = _own_matmul(options), None
     as_stored = kv.dtype == "int8" and kv.granularity != "tensor" and options.accuracy_level == 4 and not options.half
-    if attention == "native" or not as_stored or model.is_foreign:
-        graph, place = _other_graph(model, kv, options, attention, scales)
+    if attention == "native" or own_matmul or not as_stored or model.is_foreign:
+        made, place = _other_graph(model, kv, options, attention, scales)
+        weights = _packed(made, place, options.threads) if own_matmul else None
+        graph = bytes(made.SerializeToString())
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
     try:
-        if attention == "native":
+        if attention == "native" or weights is not None:
             session_options.register_custom_ops_library(str(native.library()))
-        return ort.InferenceSession(graph, session_options, providers=[provider])
+        return ort.InferenceSession(graph, session_options, providers=[provider]), weights
     except Exception as error:  # ONNX Runtime raises a class of its own per status code
         raise EngineError(f"ONNX Runtime cannot load {model.graph} with its weights: {error}") from error
+
+
+def _own_matmul(options: OnnxOptions) -> bool:
+    """Whether the project's own product takes the place of MatMulNBits."""
+    if options.matmul == "onnxruntime":
+        return False
+    suits = options.device == "cpu" and options.accuracy_level == 4
+    if options.matmul == "auto":
+        return suits and native.matmul_refusal() is None
+    reason = native.unavailable() if suits else "it runs on the CPU, with inputs rounded to 8 bits"
+    if reason is not None:
+        raise UnsupportedModel(f"The native product with packed weights cannot be used: {reason}.")
+    return True
+
+
+def _packed(graph: onnx.ModelProto, folder: Path, threads: int) -> Array | None:
+    from edgekv.engines.onnx.packed import set_packed_matmul
+
+    return set_packed_matmul(graph, folder, threads)
 
 
 def _other_graph(
@@ -249,7 +278,7 @@ def _other_graph(
     options: OnnxOptions,
     attention: Literal["native", "gqa"],
     scales: KVScales | None,
-) -> tuple[bytes, Path]:
+) -> tuple[onnx.ModelProto, Path]:
     """The stored graph has an INT8 cache with a scale a channel; any other kind is made from it in memory.
 
     Returns the folder that its weights' places are relative to, too."""
@@ -263,7 +292,7 @@ def _other_graph(
     if attention == "native":
         centred = () if scales is None else scales.centred_layers
         adapt.set_native_attention(graph, model.spec, centred)
-    return bytes(graph.SerializeToString()), folder
+    return graph, folder
 
 
 def load_graph(model: ConvertedModel) -> tuple[onnx.ModelProto, Path]:

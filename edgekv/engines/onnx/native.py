@@ -1,4 +1,4 @@
-"""The project's own attention operator (edgekv/native): where its library lies, and when it can serve.
+"""The project's own operators (edgekv/native): where their library lies, and when attention can be one of them.
 
 The library is built with the package where a C++ compiler is there, and by hand for development:
 
@@ -11,6 +11,7 @@ import ctypes
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
@@ -19,6 +20,9 @@ DTYPES: tuple[KVDtype, ...] = ("int8", "float")
 BLOCK = 16
 """Slots in a block of the cache (native/kernels.h)."""
 MAX_HEAD_DIM = 256
+
+PACKED_WEIGHTS = "packed_weights"
+"""The graph's input that holds all matrices of the project's own product (engines/onnx/packed.py)."""
 
 _SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 _FOLDER = Path(__file__).resolve().parents[2] / "native" / "_lib"
@@ -30,12 +34,30 @@ def library() -> Path:
 
 
 def unavailable() -> str | None:
-    """Why the operator is not there at all; None if it is."""
+    """Why the operators are not there at all; None if they are."""
     return _load(library())[1]
 
 
 def instruction_set() -> str:
-    """What it runs with on this processor, such as avx2.
+    """What attention runs with on this processor, such as avx2.
+
+    Raises:
+        RuntimeError: the library is not there.
+    """
+    return _name(functions().edgekv_instruction_set)
+
+
+def matmul_instruction_set() -> str:
+    """What products of packed weights run with; "plain" is slower than ONNX Runtime's.
+
+    Raises:
+        RuntimeError: the library is not there.
+    """
+    return _name(functions().edgekv_matmul_instruction_set)
+
+
+def functions() -> ctypes.CDLL:
+    """The library's own functions (native/op.cpp, native/matmul_op.cpp).
 
     Raises:
         RuntimeError: it is not there.
@@ -43,8 +65,9 @@ def instruction_set() -> str:
     loaded, reason = _load(library())
     if loaded is None:
         raise RuntimeError(reason)
-    loaded.edgekv_instruction_set.restype = ctypes.c_char_p
-    return str(loaded.edgekv_instruction_set().decode())
+    loaded.edgekv_packed_bytes.restype = ctypes.c_int64
+    loaded.edgekv_pack.restype = None
+    return loaded
 
 
 def refusal(spec: ModelSpec, kv: KVSpec, device: str, *, half: bool = False) -> str | None:
@@ -56,6 +79,19 @@ def refusal(spec: ModelSpec, kv: KVSpec, device: str, *, half: bool = False) -> 
     if spec.head_dim % BLOCK or spec.head_dim > MAX_HEAD_DIM:
         return f"the head size {spec.head_dim} is not a multiple of {BLOCK} up to {MAX_HEAD_DIM}"
     return unavailable()
+
+
+def _name(function: Any) -> str:
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
+
+
+def matmul_refusal() -> str | None:
+    """Why MatMulNBits is kept on this machine; None if the project's own product is faster here."""
+    reason = unavailable()
+    if reason is None and matmul_instruction_set() == "plain":
+        return "it has none for this processor that is faster"
+    return reason
 
 
 @cache

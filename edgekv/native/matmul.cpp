@@ -1,0 +1,234 @@
+#include "matmul.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "scratch.h"
+
+namespace edgekv {
+namespace {
+
+constexpr int64_t kPieceBytes = 32 * 1024;  // of weights times rows: less is not worth giving to another thread
+constexpr int64_t kPieces = 64;             // enough for dynamic balance on as many threads as a small device has
+
+int zero(const Packing& packing, const Unpacked& matrix, int64_t output, int64_t group) {
+  if (!matrix.zeros) return 1 << (packing.bits - 1);
+  if (packing.bits == 8) return matrix.zeros[output * packing.groups() + group];
+  const int64_t index = output * Packing::up(packing.groups(), 2) + group;
+  return matrix.zeros[index / 2] >> index % 2 * 4 & 0xF;
+}
+
+// The nearest float16's bits of a number that is one.
+uint16_t half_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t sign = bits >> 16 & 0x8000;
+  const int32_t exponent = static_cast<int32_t>(bits >> 23 & 0xff) - 127;
+  const uint32_t mantissa = (bits & 0x7fffff) | 0x800000;
+  if (exponent >= -14) return static_cast<uint16_t>(sign | (((exponent + 14) << 10) + (mantissa >> 13)));
+  if (exponent < -24) return static_cast<uint16_t>(sign);
+  return static_cast<uint16_t>(sign | mantissa >> (-1 - exponent));
+}
+
+void pack_scales(const Packing& packing, const Unpacked& matrix, int64_t first, uint8_t* out) {
+  for (int64_t group = 0; group < packing.groups(); group++) {
+    for (int64_t i = 0; i < kPanel; i++) {
+      const int64_t output = first + i, place = group * kPanel + i;
+      const float scale = output < packing.outputs ? matrix.scales[output * packing.groups() + group] : 0.0f;
+      const uint16_t bits = half_bits(scale);
+      if (packing.half) std::memcpy(out + 2 * place, &bits, sizeof bits);
+      if (!packing.half) std::memcpy(out + 4 * place, &scale, sizeof scale);
+    }
+  }
+}
+
+void pack_zeros(const Packing& packing, const Unpacked& matrix, int64_t first, uint8_t* out) {
+  for (int64_t group = 0; group < packing.groups(); group++) {
+    for (int64_t i = 0; i < kPanel && first + i < packing.outputs; i++) {
+      out[group * kPanel + i] = static_cast<uint8_t>(zero(packing, matrix, first + i, group));
+    }
+  }
+}
+
+// Four nibbles, a byte each.
+uint32_t spread(uint32_t nibbles) {
+  const uint32_t pairs = (nibbles | nibbles << 8) & 0x00ff00ff;
+  return (pairs | pairs << 4) & 0x0f0f0f0f;
+}
+
+// One output's codes. What lies beyond K in its last group is copied too: the inputs are zero there.
+void pack_row(const Packing& packing, const uint8_t* codes, int output, uint8_t* out) {
+  const int64_t count = std::min(packing.padded(), packing.groups() * packing.group), step = kPanel * 4;
+  for (int64_t input = 0; input < count; input += 8) {
+    uint32_t words[2];
+    if (packing.bits == 8) {
+      std::memcpy(out + input / 4 * step + output * 4, codes + input, 4);
+      std::memcpy(out + (input / 4 + 1) * step + output * 4, codes + input + 4, 4);
+      continue;
+    }
+    std::memcpy(words, codes + input / 2, 4);
+    words[1] = spread(words[0] & 0xffff) | spread(words[0] >> 16) << 4;
+    std::memcpy(out + input / 8 * step + output * 4, words + 1, 4);
+  }
+}
+
+void pack_codes(const Packing& packing, const Unpacked& matrix, int64_t first, uint8_t* out) {
+  const int64_t row_bytes = packing.groups() * packing.group * packing.bits / 8;
+  for (int i = 0; i < kPanel && first + i < packing.outputs; i++) {
+    pack_row(packing, matrix.codes + (first + i) * row_bytes, i, out);
+  }
+}
+
+// The rows as bytes, cut into tiles.
+class Inputs {
+ public:
+  Inputs(const Product& product, int tile_rows, void* memory)
+      : packing_(product.packing), rows_(product.rows), most_(tile_rows), codes_(static_cast<int8_t*>(memory)) {
+    scales_ = reinterpret_cast<float*>(codes_ + rows_ * packing_.padded());
+    offsets_ = reinterpret_cast<int32_t*>(scales_ + rows_ * packing_.blocks());
+  }
+  static size_t floats(const Product& product) {
+    const Packing& packing = product.packing;
+    return static_cast<size_t>(product.rows * (packing.padded() / 4 + 2 * packing.blocks()));
+  }
+  // The tile that begins with this row, as `rows` of them are left from there on.
+  InputTile tile(int64_t row) const {
+    const int64_t left = std::min(rows_ - row, most_);
+    const int rows = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    const int64_t blocks = packing_.blocks();
+    return {rows, codes_ + row * packing_.padded(), scales_ + row * blocks, offsets_ + row * blocks};
+  }
+
+ private:
+  const Packing& packing_;
+  int64_t rows_, most_;
+  int8_t* codes_;
+  float* scales_;
+  int32_t* offsets_;
+};
+
+struct Job {
+  const Product& product;
+  const MatMulKernels& kernels;
+  const Inputs& inputs;
+  int64_t piece_panels;
+};
+
+// Rows first .. last - 1. Tiles begin at multiples of kTileRows, whatever the kernel's own.
+void encode_tiles(const Job& job, int64_t first, int64_t last) {
+  const Product& p = job.product;
+  for (int64_t row = first; row < last;) {
+    const InputTile tile = job.inputs.tile(row);
+    for (int r = 0; r < tile.rows; r++) {
+      job.kernels.encode(p.x + (row + r) * p.packing.inputs, p.packing, r, tile);
+    }
+    row += tile.rows;
+  }
+}
+
+void encode_piece(void* argument, size_t index) {
+  const Job& job = *static_cast<Job*>(argument);
+  const int64_t first = static_cast<int64_t>(index) * kTileRows;
+  encode_tiles(job, first, std::min(first + kTileRows, job.product.rows));
+}
+
+void add_bias(const float* bias, float* sums, int rows, int64_t stride, int64_t count) {
+  for (int r = 0; r < rows; r++) {
+    for (int64_t i = 0; i < count; i++) sums[r * stride + i] += bias[i];
+  }
+}
+
+// One tile times a pair of panels: act(first) * second.
+void multiply_gated(const Job& job, int64_t pair, int64_t row, const InputTile& tile) {
+  const Product& p = job.product;
+  const int64_t bytes = p.packing.panel_bytes();
+  float gates[kTileRows * kPanel], ups[kTileRows * kPanel];
+  job.kernels.multiply(p.packing, p.weights + 2 * pair * bytes, tile, gates, kPanel);
+  job.kernels.multiply(p.packing, p.weights + (2 * pair + 1) * bytes, tile, ups, kPanel);
+  for (int r = 0; r < tile.rows; r++) {
+    float* out = p.out + (row + r) * p.width() + pair * kPanel;
+    job.kernels.combine(p.gate, gates + r * kPanel, ups + r * kPanel, out);
+  }
+}
+
+// One tile times one panel.
+void multiply_one(const Job& job, int64_t panel, int64_t row, const InputTile& tile) {
+  const Product& p = job.product;
+  const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, p.packing.outputs - first);
+  const int64_t stride = p.packing.outputs;
+  const uint8_t* weights = p.weights + panel * p.packing.panel_bytes();
+  float* out = p.out + row * stride + first;
+  if (count == kPanel) {
+    job.kernels.multiply(p.packing, weights, tile, out, stride);
+  } else {
+    float whole[kTileRows * kPanel];
+    job.kernels.multiply(p.packing, weights, tile, whole, kPanel);
+    for (int r = 0; r < tile.rows; r++) std::copy_n(whole + r * kPanel, count, out + r * stride);
+  }
+  if (p.bias) add_bias(p.bias + first, out, tile.rows, stride, count);
+}
+
+// Panels, or pairs of them.
+int64_t panels(const Product& p) { return p.packing.panels() / (p.gate == Gate::kNone ? 1 : 2); }
+
+void multiply_piece(void* argument, size_t index) {
+  const Job& job = *static_cast<Job*>(argument);
+  const Product& p = job.product;
+  const int64_t first = static_cast<int64_t>(index) * job.piece_panels;
+  const int64_t last = std::min(first + job.piece_panels, panels(p));
+  for (int64_t panel = first; panel < last; panel++) {
+    for (int64_t row = 0; row < p.rows;) {
+      const InputTile tile = job.inputs.tile(row);
+      const auto one = p.gate == Gate::kNone ? multiply_one : multiply_gated;
+      one(job, panel, row, tile);
+      row += tile.rows;
+    }
+  }
+}
+
+int64_t piece_panels(const Product& p) {
+  const int64_t count = panels(p);
+  const int64_t worthwhile = p.rows * p.packing.bytes() / kPieceBytes + 1;
+  const int64_t pieces = std::min({worthwhile, kPieces, count});
+  return (count + pieces - 1) / pieces;
+}
+
+}  // namespace
+
+const char* fault(const Packing& p) {
+  if (p.outputs < 1 || p.inputs < 1) return "a matrix has no rows or no columns";
+  if (p.outputs > int64_t{1} << 31 || p.inputs > int64_t{1} << 31) return "a matrix is too large";
+  if (p.bits != 4 && p.bits != 8) return "codes have neither 4 nor 8 bits";
+  if (p.group < 16 || p.group > 1 << 20 || (p.group & (p.group - 1))) return "the group is no power of two from 16 on";
+  return nullptr;
+}
+
+void pack(const Packing& packing, const Unpacked& matrix, int64_t step, uint8_t* out) {
+  const int64_t bytes = packing.panel_bytes();
+  for (int64_t panel = 0; panel < packing.panels(); panel++) {
+    uint8_t* place = out + panel * step * bytes;
+    std::memset(place, 0, static_cast<size_t>(bytes));
+    pack_scales(packing, matrix, panel * kPanel, place);
+    place += packing.scale_bytes();
+    if (packing.zeros) pack_zeros(packing, matrix, panel * kPanel, place);
+    place += packing.zero_bytes();
+    pack_codes(packing, matrix, panel * kPanel, place);
+  }
+}
+
+void multiply(const Product& product, const MatMulKernels& kernels, const Parallel& parallel) {
+  Scratch scratch(Inputs::floats(product));
+  const Inputs inputs(product, kernels.tile_rows, scratch.data());
+  Job job{product, kernels, inputs, piece_panels(product)};
+  const size_t tiles = static_cast<size_t>((product.rows + kTileRows - 1) / kTileRows);
+  if (tiles == 1) {
+    encode_tiles(job, 0, product.rows);
+  } else {
+    parallel.run(parallel.context, encode_piece, tiles, &job);
+  }
+  const size_t pieces = static_cast<size_t>((panels(product) + job.piece_panels - 1) / job.piece_panels);
+  if (pieces == 1) return multiply_piece(&job, 0);
+  parallel.run(parallel.context, multiply_piece, pieces, &job);
+}
+
+}  // namespace edgekv

@@ -1,0 +1,124 @@
+// A product with 4-bit or 8-bit weights, y = x W' + bias, as plain data, and the table of functions that each instruction
+// set provides.
+//
+// The weights are unsigned codes c with a scale s, and a zero point z, for every `group` inputs of an output:
+// w = s (c - z). Inputs are rounded to signed bytes with a scale for every block of 32 (16 where groups are of 16), as
+// ONNX Runtime's MatMulNBits does at accuracy level 4, so that all products are of bytes.
+//
+// A matrix is packed once into panels of 16 outputs, one after another, because one panel is then one stream of memory:
+//
+//     scales  [groups][16]                  float16 where all of them are float16 numbers, else float32
+//     zeros   [groups][16] bytes            only where they are not all 2^(bits - 1)
+//     codes   [K / 8][16][4 inputs, 2 steps a byte]    4 bits: low nibbles are inputs 8 i .. 8 i + 3, high ones the next four
+//             [K / 4][16][4 inputs]                    8 bits
+//
+// Each part begins at a multiple of 64 bytes; K is rounded up to a multiple of 32. Four inputs lie in one 32-bit word: what
+// a dot-product instruction takes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention.h"
+
+namespace edgekv {
+
+constexpr int kPanel = 16;     // outputs in a panel
+constexpr int kTileRows = 12;  // rows that one pass over a panel handles at most, and a multiple of every kernel's own most
+constexpr int64_t kLine = 64;  // bytes that the parts of a panel are aligned to
+
+// How one matrix is packed.
+struct Packing {
+  int64_t outputs;  // N
+  int64_t inputs;   // K
+  int bits;         // 4 or 8
+  int64_t group;    // inputs that share a scale: a power of two, at least 16
+  bool zeros;       // zero points are stored
+  bool half;        // scales are float16
+
+  static int64_t up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+  int block() const { return group < 32 ? 16 : 32; }
+  int64_t padded() const { return up(inputs, 32); }
+  int64_t blocks() const { return padded() / block(); }
+  int64_t groups() const { return (inputs + group - 1) / group; }
+  int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
+  int64_t packed_groups() const { return (padded() + group - 1) / group; }  // one more may lie beyond K
+  int64_t scale_bytes() const { return up(packed_groups() * kPanel * (half ? 2 : 4), kLine); }
+  int64_t zero_bytes() const { return zeros ? up(packed_groups() * kPanel, kLine) : 0; }
+  int64_t code_bytes() const { return padded() * kPanel * bits / 8; }
+  int64_t panel_bytes() const { return scale_bytes() + zero_bytes() + code_bytes(); }
+  int64_t bytes() const { return panels() * panel_bytes(); }
+};
+
+// A matrix as MatMulNBits takes it.
+struct Unpacked {
+  const uint8_t* codes;  // [N, groups, group * bits / 8], low nibble first
+  const float* scales;   // [N, groups]
+  const uint8_t* zeros;  // [N, groups], in 4 bits two a byte with rows padded to whole bytes; null: 2^(bits - 1)
+};
+
+enum class Gate { kNone, kSilu, kGelu };
+
+struct Product {
+  Packing packing;
+  const uint8_t* weights;  // `packing.bytes()` of them, from a multiple of 64 bytes on
+  int64_t rows;            // T
+  const float* x;          // [T, K]
+  const float* bias;       // [N] or null
+  Gate gate;               // not kNone: panels are in pairs, and act(first) * second is the output, [T, N / 2]
+  float* out;              // [T, N]
+
+  int64_t width() const { return gate == Gate::kNone ? packing.outputs : packing.outputs / 2; }
+};
+
+// Some rows of inputs as bytes: 12, 8, 4, 2 or 1.
+struct InputTile {
+  int rows;
+  int8_t* codes;     // [K / 4][rows][4 inputs]
+  float* scales;     // [blocks][rows]
+  int32_t* offsets;  // [blocks][rows]: the codes' sum times -2^(bits - 1), or times -1 where there are zero points
+};
+
+struct MatMulKernels {
+  const char* name;
+  int tile_rows;  // at most
+  // One row of K floats into its place in a tile.
+  void (*encode)(const float* x, const Packing&, int row, const InputTile&);
+  // The tile times one panel: [rows, 16] sums, `stride` floats apart.
+  void (*multiply)(const Packing&, const uint8_t* panel, const InputTile&, float* out, int64_t stride);
+  // act(gate) * up, of a panel's outputs in one row.
+  void (*combine)(Gate, const float* gate, const float* up, float* out);
+};
+
+// The blocks of one row, the last filled up with zeros, each through
+// encode_block(x, count, factor, row, rows, codes, scale, offset).
+template <class EncodeBlock>
+void encode_blocks(const float* x, const Packing& packing, int row, const InputTile& tile, EncodeBlock encode_block) {
+  const int block = packing.block(), factor = packing.zeros ? 1 : 1 << (packing.bits - 1);
+  for (int64_t i = 0; i < packing.blocks(); i++) {
+    const int64_t first = i * block, count = packing.inputs - first;
+    float padded[32] = {};
+    for (int64_t j = 0; count < block && j < count; j++) padded[j] = x[first + j];
+    encode_block(count < block ? padded : x + first, block, factor, row, tile.rows, tile.codes + first * tile.rows,
+                 tile.scales + i * tile.rows, tile.offsets + i * tile.rows);
+  }
+}
+
+// Why the problem is not one that can be computed; null if it is.
+const char* fault(const Packing&);
+
+// Packs a matrix, its panels `step` panels apart.
+void pack(const Packing&, const Unpacked&, int64_t step, uint8_t* out);
+
+// Computes the product.
+void multiply(const Product&, const MatMulKernels&, const Parallel&);
+
+// One per instruction set that this build has; null where the build lacks it.
+const MatMulKernels* plain_matmul();
+const MatMulKernels* avx2_matmul();
+const MatMulKernels* avx512_matmul();
+
+// The fastest that this processor runs. `limit` as in best_kernels.
+const MatMulKernels* best_matmul(const char* limit = nullptr);
+
+}  // namespace edgekv

@@ -1,0 +1,211 @@
+// The product's kernels for AVX-512 with VNNI. Compiled with these flags and called only after cpu.cpp has found them.
+#include "kernels.h"
+#include "matmul.h"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+#include <string.h>
+
+#include <initializer_list>
+
+namespace edgekv {
+namespace {
+
+// Where few rows use them, weights are asked for this many bytes before they are needed: first into the second cache, which
+// has room for more requests, then into the first.
+constexpr int kFar = 4096, kNear = 256, kFewRows = 4;
+
+template <class T>
+T word(const void* x) {
+  T value;
+  memcpy(&value, x, sizeof value);
+  return value;
+}
+
+// sum + w x over groups of four bytes, w unsigned and the four signed bytes at x for every group. GCC 12 copies every
+// accumulator of the intrinsic's form in each iteration, which costs a third of the speed.
+void dot_four(__m512i& sum, __m512i w, const int8_t* x) {
+#if defined(__GNUC__)
+  using Word = const int8_t[4];
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<Word*>(x)));
+#else
+  sum = _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(word<int32_t>(x)));
+#endif
+}
+
+__m512 scales_of(const uint8_t* scales, int64_t group, bool half) {
+  if (!half) return _mm512_loadu_ps(scales + group * 4 * kPanel);
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + group * 2 * kPanel)));
+}
+
+template <int Bits>
+void prefetch(const uint8_t* codes) {
+  const char* place = reinterpret_cast<const char*>(codes);
+  for (int i = 0; i < Bits / 4; i++) {
+    _mm_prefetch(place + kFar + 64 * i, _MM_HINT_T1);
+    _mm_prefetch(place + kNear + 64 * i, _MM_HINT_T0);
+  }
+}
+
+// Codes of one block: Steps words of four inputs.
+template <int R, int Bits, int Steps>
+void dot_block(__m512i* dots, const uint8_t* codes, const int8_t* x) {
+  const __m512i nibble = _mm512_set1_epi8(0xF);
+  EDGEKV_UNROLL
+  for (int step = 0; step < Steps; step += 2) {
+    __m512i first, second;
+    if (Bits == 4) {
+      const __m512i both = _mm512_loadu_si512(codes + step * 32);
+      first = _mm512_and_si512(both, nibble);
+      second = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+    } else {
+      first = _mm512_loadu_si512(codes + step * 64);
+      second = _mm512_loadu_si512(codes + step * 64 + 64);
+    }
+    if (R <= kFewRows) prefetch<Bits>(codes + step * 8 * Bits);
+    EDGEKV_UNROLL
+    for (int r = 0; r < R; r++) dot_four(dots[r], first, x + (step * R + r) * 4);
+    EDGEKV_UNROLL
+    for (int r = 0; r < R; r++) dot_four(dots[r], second, x + ((step + 1) * R + r) * 4);
+  }
+}
+
+template <int R, int Bits, int Block>
+void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile& tile, float* out, int64_t stride) {
+  const uint8_t* zeros = panel + packing.scale_bytes();
+  const uint8_t* codes = zeros + packing.zero_bytes();
+  const int64_t blocks = packing.blocks(), group_blocks = packing.group / Block;
+  const int8_t* x = tile.codes;
+  __m512 sums[R];
+  EDGEKV_UNROLL
+  for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
+  const float* input_scales = tile.scales;
+  const int32_t* offsets = tile.offsets;
+  __m512 scale = _mm512_setzero_ps();
+  __m512i zero = _mm512_setzero_si512();
+  int64_t left = 0, group = 0;
+  for (int64_t block = 0; block < blocks; block++) {
+    if (left == 0) {
+      left = group_blocks;
+      scale = scales_of(panel, group, packing.half);
+      if (packing.zeros) {
+        zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros + group * kPanel)));
+      }
+      group++;
+    }
+    left--;
+    __m512i dots[R];
+    if (packing.zeros) {
+      EDGEKV_UNROLL
+      for (int r = 0; r < R; r++) dots[r] = _mm512_madd_epi16(zero, _mm512_set1_epi32(offsets[r]));
+    } else {
+      EDGEKV_UNROLL
+      for (int r = 0; r < R; r++) dots[r] = _mm512_set1_epi32(offsets[r]);
+    }
+    dot_block<R, Bits, Block / 4>(dots, codes, x);
+    EDGEKV_UNROLL
+    for (int r = 0; r < R; r++) {
+      const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(input_scales[r]));
+      sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r]), both, sums[r]);
+    }
+    codes += Block * kPanel * Bits / 8;
+    x += Block * R;
+    input_scales += R;
+    offsets += R;
+  }
+  EDGEKV_UNROLL
+  for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * stride, sums[r]);
+}
+
+template <int R>
+void multiply_tile(const Packing& packing, const uint8_t* panel, const InputTile& tile, float* out, int64_t stride) {
+  const bool small = packing.block() == 16;
+  if (packing.bits == 4 && !small) return multiply_rows<R, 4, 32>(packing, panel, tile, out, stride);
+  if (packing.bits == 4) return multiply_rows<R, 4, 16>(packing, panel, tile, out, stride);
+  if (!small) return multiply_rows<R, 8, 32>(packing, panel, tile, out, stride);
+  return multiply_rows<R, 8, 16>(packing, panel, tile, out, stride);
+}
+
+void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, float* out, int64_t stride) {
+  switch (tile.rows) {
+    case 12: return multiply_tile<12>(packing, panel, tile, out, stride);
+    case 8: return multiply_tile<8>(packing, panel, tile, out, stride);
+    case 4: return multiply_tile<4>(packing, panel, tile, out, stride);
+    case 2: return multiply_tile<2>(packing, panel, tile, out, stride);
+    default: return multiply_tile<1>(packing, panel, tile, out, stride);
+  }
+}
+
+// The larger of two sets of magnitudes. As integers, so that what is not a number is larger than any.
+__m512i larger(__m512i x, __m512 y) {
+  return _mm512_max_epi32(x, _mm512_and_si512(_mm512_castps_si512(y), _mm512_set1_epi32(0x7fffffff)));
+}
+
+// One block of N vectors of 16 inputs.
+template <int N>
+void encode_block(const float* x, int, int factor, int row, int rows, int8_t* codes, float* scale,
+                  int32_t* offset) {
+  __m512 values[N];
+  __m512i largest = _mm512_setzero_si512(), sum = _mm512_setzero_si512();
+  EDGEKV_UNROLL
+  for (int n = 0; n < N; n++) {
+    values[n] = _mm512_loadu_ps(x + 16 * n);
+    largest = larger(largest, values[n]);
+  }
+  const int32_t bits = _mm512_reduce_max_epi32(largest);
+  const float limit = word<float>(&bits);
+  const __m512 inverse = _mm512_set1_ps(limit != 0 ? 127.0f / limit : 0.0f);
+  EDGEKV_UNROLL
+  for (int n = 0; n < N; n++) {
+    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(values[n], inverse));
+    const __m128i bytes = _mm512_cvtsepi32_epi8(rounded);
+    sum = _mm512_add_epi32(sum, _mm512_cvtepi8_epi32(bytes));
+    int32_t words[4];
+    memcpy(words, &bytes, sizeof words);
+    for (int i = 0; i < 4; i++) memcpy(codes + ((4 * n + i) * rows + row) * 4, &words[i], 4);
+  }
+  scale[row] = limit / 127.0f;
+  offset[row] = -factor * _mm512_reduce_add_epi32(sum);
+}
+
+void encode(const float* x, const Packing& packing, int row, const InputTile& tile) {
+  encode_blocks(x, packing, row, tile, packing.block() == 32 ? encode_block<2> : encode_block<1>);
+}
+
+__m512 exp2(__m512 x) {
+  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, n);
+  __m512 y = _mm512_set1_ps(1.5403530e-4f);
+  for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) {
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
+  }
+  return _mm512_scalef_ps(y, n);
+}
+
+// x / (1 + exp(-t)) with t = x for SiLU, and for GELU twice what the tanh is taken of.
+__m512 activate(Gate gate, __m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f), log2e = _mm512_set1_ps(-1.4426950f);
+  __m512 t = x;
+  if (gate == Gate::kGelu) {
+    const __m512 cube = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(0.044715f), x), _mm512_mul_ps(x, x), x);
+    t = _mm512_mul_ps(_mm512_set1_ps(1.5957691f), cube);
+  }
+  return _mm512_div_ps(x, _mm512_add_ps(one, exp2(_mm512_mul_ps(t, log2e))));
+}
+
+void combine(Gate gate, const float* x, const float* up, float* out) {
+  _mm512_storeu_ps(out, _mm512_mul_ps(activate(gate, _mm512_loadu_ps(x)), _mm512_loadu_ps(up)));
+}
+
+constexpr MatMulKernels kKernels{"avx512-vnni", 12, encode, multiply_panel, combine};
+
+}  // namespace
+
+const MatMulKernels* avx512_matmul() { return &kKernels; }
+
+}  // namespace edgekv
+
+#else
+namespace edgekv {
+const MatMulKernels* avx512_matmul() { return nullptr; }
+}  // namespace edgekv
+#endif

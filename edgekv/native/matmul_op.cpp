@@ -1,0 +1,99 @@
+// edgekv::PackedMatMul as an operator of ONNX Runtime, domain "edgekv", CPU provider.
+//
+//     inputs    x        float [..., K]
+//               weights  uint8 [bytes]   the packed matrices of the whole model; matmul.h has their order
+//               bias     float [N]       or left out
+//     output    float [..., N], or [..., N / 2] with a gate
+//     attributes  N, K, bits, block_size as MatMulNBits has them; zero_points, half (0 or 1: what is stored, and how);
+//               offset (where this matrix begins in the weights); gate (0 none, 1 SiLU, 2 GELU by tanh: the matrix is two,
+//               their panels in turn, and act(first) * second is the output)
+//
+// One input holds all matrices because an input of a node costs a microsecond a run, and because one block of memory
+// can be given to large pages.
+#include <cstdlib>
+
+#include "matmul.h"
+#include "ort_kernel.h"
+
+namespace edgekv {
+namespace {
+
+enum Input : size_t { kX, kWeights, kBias, kInputs };
+
+class MatMul {
+ public:
+  explicit MatMul(const ort::KernelInfo* info)
+      : packing_{integer(info, "N", 0),
+                 integer(info, "K", 0),
+                 static_cast<int>(integer(info, "bits", 4)),
+                 integer(info, "block_size", 32),
+                 integer(info, "zero_points", 0) != 0,
+                 integer(info, "half", 0) != 0},
+        offset_(integer(info, "offset", 0)),
+        gate_(static_cast<Gate>(integer(info, "gate", 0))),
+        kernels_(*best_matmul(std::getenv("EDGEKV_NATIVE_ISA"))) {
+    if (const char* what = fault(packing_)) throw Failure(what);
+    require(offset_ >= 0 && offset_ % kLine == 0, "PackedMatMul: the offset is no multiple of 64");
+    require(gate_ == Gate::kNone || packing_.outputs % (2 * kPanel) == 0, "PackedMatMul: a gate needs whole panels");
+  }
+
+  void compute(ort::KernelContext* context) const {
+    const Tensor x = input(context, kX), weights = input(context, kWeights);
+    size_t count = 0;
+    check(api.GetInputCount(context, &count));
+    const Tensor bias = count > kBias ? input(context, kBias) : Tensor{};
+    require(x.type == ort::kFloat && x.rank > 0 && x.dims[x.rank - 1] == packing_.inputs,
+            "PackedMatMul: x is not float [..., K]");
+    require(weights.is(ort::kUint8, 1) && weights.dims[0] >= offset_ + packing_.bytes(),
+            "PackedMatMul: the weights do not reach as far as this matrix");
+    require(reinterpret_cast<uintptr_t>(weights.data) % kLine == 0, "PackedMatMul: the weights are not aligned");
+    require(!bias.data || (bias.is(ort::kFloat, 1) && bias.dims[0] == packing_.outputs && gate_ == Gate::kNone),
+            "PackedMatMul: the bias is not float [N]");
+    Product product{packing_, static_cast<const uint8_t*>(weights.data) + offset_, 1, static_cast<float*>(x.data),
+                    static_cast<const float*>(bias.data), gate_, nullptr};
+    int64_t shape[kMaxRank];
+    for (size_t i = 0; i < x.rank; i++) shape[i] = x.dims[i];
+    for (size_t i = 0; i + 1 < x.rank; i++) product.rows *= shape[i];
+    shape[x.rank - 1] = product.width();
+    product.out = output(context, shape, x.rank);
+    if (product.rows) multiply(product, kernels_, Parallel{context, run_parallel});
+  }
+
+ private:
+  Packing packing_;
+  int64_t offset_;
+  Gate gate_;
+  const MatMulKernels& kernels_;
+};
+
+ort::CustomOp make_op() {
+  ort::CustomOp op = custom_op<MatMul>();
+  op.GetName = [](const ort::CustomOp*) { return "PackedMatMul"; };
+  op.GetInputType = [](const ort::CustomOp*, size_t index) -> int {
+    return index == kWeights ? ort::kUint8 : ort::kFloat;
+  };
+  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return kInputs; };
+  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return index == kBias ? ort::kOptional : ort::kRequired;
+  };
+  return op;
+}
+
+}  // namespace
+
+const ort::CustomOp* packed_matmul_op() {
+  static const ort::CustomOp op = make_op();
+  return &op;
+}
+
+}  // namespace edgekv
+
+// For the loader: how many bytes a packed matrix takes, or 0 if it cannot be packed; and packing one whose place is `out`.
+EDGEKV_EXPORT int64_t edgekv_packed_bytes(const edgekv::Packing* packing) {
+  return edgekv::fault(*packing) ? 0 : packing->bytes();
+}
+
+EDGEKV_EXPORT void edgekv_pack(const edgekv::Packing* packing, const edgekv::Unpacked* matrix, int64_t step,
+                               uint8_t* out) {
+  edgekv::pack(*packing, *matrix, step, out);
+}

@@ -1,0 +1,91 @@
+// The product in plain C++: the twin that the others are measured against, and what runs where nothing faster is built.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "matmul.h"
+
+namespace edgekv {
+namespace {
+
+float half_number(const uint8_t* place) {
+  uint16_t bits;
+  std::memcpy(&bits, place, sizeof bits);
+  const int exponent = bits >> 10 & 0x1f, mantissa = bits & 0x3ff;
+  const float size = exponent ? std::ldexp(static_cast<float>(mantissa | 0x400), exponent - 25)
+                              : std::ldexp(static_cast<float>(mantissa), -24);
+  return bits & 0x8000 ? -size : size;
+}
+
+float scale_of(const Packing& packing, const uint8_t* panel, int64_t index) {
+  if (packing.half) return half_number(panel + 2 * index);
+  float scale;
+  std::memcpy(&scale, panel + 4 * index, sizeof scale);
+  return scale;
+}
+
+int code_of(const Packing& packing, const uint8_t* codes, int64_t input, int output) {
+  const int64_t step = input / 4, place = output * 4 + input % 4;
+  if (packing.bits == 8) return codes[step * 4 * kPanel + place];
+  return codes[step / 2 * 4 * kPanel + place] >> step % 2 * 4 & 0xF;
+}
+
+float multiply_one(const Packing& packing, const uint8_t* panel, const InputTile& tile, int row, int output) {
+  const uint8_t* zeros = panel + packing.scale_bytes();
+  const uint8_t* codes = zeros + packing.zero_bytes();
+  float sum = 0;
+  for (int64_t block = 0; block < packing.blocks(); block++) {
+    const int64_t first = block * packing.block(), group = first / packing.group;
+    int32_t dot = tile.offsets[block * tile.rows + row];
+    if (packing.zeros) dot *= zeros[group * kPanel + output];
+    for (int64_t input = first; input < first + packing.block(); input++) {
+      const int x = tile.codes[(input / 4 * tile.rows + row) * 4 + input % 4];
+      dot += x * code_of(packing, codes, input, output);
+    }
+    const float both = scale_of(packing, panel, group * kPanel + output) * tile.scales[block * tile.rows + row];
+    sum += static_cast<float>(dot) * both;
+  }
+  return sum;
+}
+
+void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, float* out, int64_t stride) {
+  for (int row = 0; row < tile.rows; row++) {
+    for (int i = 0; i < kPanel; i++) out[row * stride + i] = multiply_one(packing, panel, tile, row, i);
+  }
+}
+
+void encode_block(const float* x, int count, int factor, int row, int rows, int8_t* codes, float* scale,
+                  int32_t* offset) {
+  float limit = 0;
+  for (int i = 0; i < count; i++) limit = std::fabs(x[i]) <= limit ? limit : std::fabs(x[i]);
+  for (int i = 0; i < count; i++) limit = std::isnan(x[i]) ? x[i] : limit;
+  const float inverse = limit != 0 ? 127.0f / limit : 0.0f;
+  int32_t sum = 0;
+  for (int i = 0; i < count; i++) {
+    const float scaled = x[i] * inverse;
+    const int code = std::isfinite(scaled) ? static_cast<int>(std::nearbyint(scaled)) : 0;
+    codes[(i / 4 * rows + row) * 4 + i % 4] = static_cast<int8_t>(code);
+    sum += code;
+  }
+  scale[row] = limit / 127.0f;
+  offset[row] = -factor * sum;
+}
+
+void encode(const float* x, const Packing& packing, int row, const InputTile& tile) {
+  encode_blocks(x, packing, row, tile, encode_block);
+}
+
+void combine(Gate gate, const float* x, const float* up, float* out) {
+  for (int i = 0; i < kPanel; i++) {
+    const float t = gate == Gate::kSilu ? x[i] : 1.5957691f * (x[i] + 0.044715f * x[i] * x[i] * x[i]);
+    out[i] = x[i] / (1 + std::exp(-t)) * up[i];
+  }
+}
+
+constexpr MatMulKernels kKernels{"plain", 4, encode, multiply_panel, combine};
+
+}  // namespace
+
+const MatMulKernels* plain_matmul() { return &kKernels; }
+
+}  // namespace edgekv

@@ -1,0 +1,267 @@
+// The packed product against a loop in float64, for every instruction set that this machine runs.
+//
+// Random shapes, groups, widths, zero points, scales that are float16 numbers or not, rows, biases and gates. The loop rounds
+// inputs to bytes as the operator does and is exact from there on, so what is compared is the arithmetic and the packing.
+//
+//     test_matmul [rounds] [seed]
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "matmul.h"
+
+using namespace edgekv;
+
+namespace {
+
+constexpr double kTolerance = 1e-6;  // of the sum of all products' sizes
+
+double worst_error = 0;
+
+void run_threads(void*, void (*body)(void*, size_t), size_t count, void* argument) {
+  std::atomic<size_t> next{0};
+  auto work = [&] {
+    for (size_t i = next++; i < count; i = next++) body(argument, i);
+  };
+  std::thread other(work), third(work);
+  work();
+  other.join();
+  third.join();
+}
+
+const Parallel kThreads{nullptr, run_threads};
+
+int64_t pick(std::mt19937& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+
+// A matrix as MatMulNBits has it.
+struct Matrix {
+  Packing packing;
+  std::vector<uint8_t> codes, zeros;
+  std::vector<float> scales;
+
+  Matrix(const Packing& p, std::mt19937& random) : packing(p) {
+    std::normal_distribution<float> normal;
+    codes.resize(static_cast<size_t>(p.outputs * p.groups() * p.group * p.bits / 8));
+    const int64_t zero_row = p.bits == 8 ? p.groups() : (p.groups() + 1) / 2;
+    if (p.zeros) zeros.resize(static_cast<size_t>(p.outputs * zero_row));
+    for (uint8_t& x : codes) x = static_cast<uint8_t>(random());
+    for (uint8_t& x : zeros) x = static_cast<uint8_t>(random());
+    for (int64_t i = 0; i < p.outputs * p.groups(); i++) {
+      const int64_t half = pick(random, 512, 2047);
+      const float whole = static_cast<float>(half) / static_cast<float>(int64_t{1} << pick(random, 14, 24));
+      scales.push_back(p.half ? (random() % 2 ? -whole : whole) : normal(random) * 0.01f);
+    }
+  }
+  double weight(int64_t output, int64_t input) const {
+    const Packing& p = packing;
+    const int64_t group = input / p.group;
+    int code = 0, zero = 1 << (p.bits - 1);
+    const int64_t place = output * p.groups() * p.group + input;
+    if (p.bits == 8) {
+      code = codes[static_cast<size_t>(place)];
+      if (p.zeros) zero = zeros[static_cast<size_t>(output * p.groups() + group)];
+    } else {
+      code = codes[static_cast<size_t>(place / 2)] >> place % 2 * 4 & 0xF;
+      const size_t at = static_cast<size_t>(output * ((p.groups() + 1) / 2) + group / 2);
+      if (p.zeros) zero = zeros[at] >> group % 2 * 4 & 0xF;
+    }
+    return static_cast<double>(scales[static_cast<size_t>(output * p.groups() + group)]) * (code - zero);
+  }
+  Unpacked unpacked() const { return {codes.data(), scales.data(), packing.zeros ? zeros.data() : nullptr}; }
+};
+
+// Bytes that begin at a multiple of 64.
+struct Bytes {
+  std::vector<uint8_t> memory;
+  explicit Bytes(int64_t size) : memory(static_cast<size_t>(size + kLine)) {}
+  uint8_t* data() {
+    return memory.data() + (kLine - reinterpret_cast<uintptr_t>(memory.data()) % kLine) % kLine;
+  }
+};
+
+// One row of inputs after rounding to bytes.
+std::vector<double> rounded(const float* x, const Packing& p) {
+  std::vector<double> result;
+  for (int64_t first = 0; first < p.inputs; first += p.block()) {
+    const int64_t last = std::min(first + p.block(), p.inputs);
+    float limit = 0;
+    for (int64_t i = first; i < last; i++) limit = std::max(limit, std::fabs(x[i]));
+    const float inverse = limit != 0 ? 127.0f / limit : 0.0f, scale = limit / 127.0f;
+    for (int64_t i = first; i < last; i++) {
+      result.push_back(std::nearbyint(x[i] * inverse) * static_cast<double>(scale));
+    }
+  }
+  return result;
+}
+
+double act(Gate gate, double x) {
+  const double t = gate == Gate::kSilu ? x : 2 * std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x);
+  return x / (1 + std::exp(-t));
+}
+
+struct Case {
+  std::vector<Matrix> matrices;  // one, or two with a gate
+  Gate gate = Gate::kNone;
+  std::vector<float> x, bias;
+  int64_t rows = 1;
+};
+
+Case random_case(std::mt19937& random) {
+  Case c;
+  const int64_t groups[] = {16, 32, 32, 32, 64, 128, 256};
+  Packing p{pick(random, 1, 200), pick(random, 1, 700), random() % 2 ? 4 : 8, groups[random() % 7],
+            random() % 2 == 0,    random() % 2 == 0};
+  if (random() % 3 == 0) c.gate = random() % 2 ? Gate::kSilu : Gate::kGelu;
+  if (c.gate != Gate::kNone) p.outputs = 16 * pick(random, 1, 9);
+  for (int i = 0; i < (c.gate == Gate::kNone ? 1 : 2); i++) c.matrices.emplace_back(p, random);
+  c.rows = random() % 3 ? pick(random, 1, 40) : 1;
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < c.rows * p.inputs; i++) c.x.push_back(normal(random) * std::exp(normal(random)));
+  if (random() % 4 == 0) std::fill_n(c.x.begin(), std::min<int64_t>(p.inputs, 40), 0.0f);  // a block of nothing
+  if (c.gate == Gate::kNone && random() % 2) {
+    for (int64_t i = 0; i < p.outputs; i++) c.bias.push_back(normal(random));
+  }
+  return c;
+}
+
+std::vector<float> compute(const Case& c, const MatMulKernels& kernels) {
+  Packing p = c.matrices[0].packing;
+  const int64_t count = static_cast<int64_t>(c.matrices.size());
+  Bytes weights(p.bytes() * count);
+  for (int64_t i = 0; i < count; i++) {
+    pack(p, c.matrices[static_cast<size_t>(i)].unpacked(), count, weights.data() + i * p.panel_bytes());
+  }
+  std::vector<float> out(static_cast<size_t>(c.rows * p.outputs), std::numeric_limits<float>::quiet_NaN());
+  p.outputs *= count;
+  multiply({p, weights.data(), c.rows, c.x.data(), c.bias.empty() ? nullptr : c.bias.data(), c.gate, out.data()},
+           kernels, kThreads);
+  return out;
+}
+
+// One output in float64, and the size of what may be lost in it.
+struct Sum {
+  double value = 0, size = 0;
+};
+
+Sum product(const Matrix& matrix, const std::vector<double>& x, int64_t output) {
+  Sum sum;
+  for (size_t i = 0; i < x.size(); i++) {
+    const double term = matrix.weight(output, static_cast<int64_t>(i)) * x[i];
+    sum.value += term;
+    sum.size += std::fabs(term);
+  }
+  return sum;
+}
+
+Sum expected(const Case& c, const std::vector<double>& x, int64_t output) {
+  Sum sum = product(c.matrices[0], x, output);
+  if (!c.bias.empty()) sum.value += static_cast<double>(c.bias[static_cast<size_t>(output)]);
+  if (c.gate == Gate::kNone) return {sum.value, sum.size + std::fabs(sum.value)};
+  const Sum up = product(c.matrices[1], x, output);
+  const double gated = act(c.gate, sum.value);
+  return {gated * up.value, 2 * sum.size * std::fabs(up.value) + up.size * std::fabs(gated) + sum.size * up.size};
+}
+
+bool check(const Case& c, const MatMulKernels& kernels, unsigned seed) {
+  const std::vector<float> out = compute(c, kernels);
+  const Packing& p = c.matrices[0].packing;
+  double worst = 0;
+  for (int64_t row = 0; row < c.rows; row++) {
+    const std::vector<double> x = rounded(c.x.data() + row * p.inputs, p);
+    for (int64_t i = 0; i < p.outputs; i++) {
+      const Sum want = expected(c, x, i);
+      const double error = std::fabs(static_cast<double>(out[static_cast<size_t>(row * p.outputs + i)]) - want.value);
+      worst = std::max(worst, want.size == 0 ? error : error / want.size);
+      if (!(error <= kTolerance * want.size)) {
+        std::printf("FAILED %s seed %u: %lld x %lld, %d bits, group %lld, zeros %d, half %d, gate %d, %lld rows, at %lld "
+                    "%lld: %g for %g\n", kernels.name, seed, static_cast<long long>(p.outputs),
+                    static_cast<long long>(p.inputs), p.bits, static_cast<long long>(p.group), p.zeros, p.half,
+                    static_cast<int>(c.gate), static_cast<long long>(c.rows), static_cast<long long>(row),
+                    static_cast<long long>(i), static_cast<double>(out[static_cast<size_t>(row * p.outputs + i)]),
+                    want.value);
+        return false;
+      }
+    }
+  }
+  worst_error = std::max(worst_error, worst);
+  return true;
+}
+
+// A number that is not finite must come out as such, and only in its own row.
+bool check_not_finite(const MatMulKernels& kernels) {
+  std::mt19937 random(2);
+  bool good = true;
+  for (float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), -1e38f * 10}) {
+    Case c;
+    c.matrices.emplace_back(Packing{40, 100, 4, 32, true, false}, random);
+    c.rows = 5;
+    for (int i = 0; i < 500; i++) c.x.push_back(static_cast<float>(random() % 7) - 3);
+    c.x[200 + 31] = bad;
+    c.x[200 + 35] = 0;
+    const std::vector<float> out = compute(c, kernels);
+    for (size_t i = 0; i < out.size(); i++) good = good && std::isfinite(out[i]) == (i / 40 != 2);
+  }
+  if (!good) std::printf("FAILED %s: inputs that are not finite\n", kernels.name);
+  return good;
+}
+
+// Inputs whose sums are as large as can be, on codes that are too.
+bool check_extremes(const MatMulKernels& kernels) {
+  std::mt19937 random(3);
+  bool good = true;
+  for (int bits : {4, 8}) {
+    for (int sign : {-1, 1}) {
+      Case c;
+      c.matrices.emplace_back(Packing{16, 64, bits, 32, true, false}, random);
+      std::fill(c.matrices[0].codes.begin(), c.matrices[0].codes.end(), uint8_t{255});
+      std::fill(c.matrices[0].zeros.begin(), c.matrices[0].zeros.end(), sign > 0 ? uint8_t{0} : uint8_t{255});
+      c.rows = 2;
+      c.x.assign(128, static_cast<float>(sign) * 3);
+      good = check(c, kernels, 0) && good;
+    }
+  }
+  return good;
+}
+
+bool check_refusals() {
+  bool good = !fault({16, 64, 4, 32, true, false});
+  for (const Packing& p : {Packing{0, 64, 4, 32, true, false}, Packing{16, 0, 4, 32, true, false},
+                           Packing{16, 64, 2, 32, true, false}, Packing{16, 64, 4, 8, true, false},
+                           Packing{16, 64, 4, 48, true, false}, Packing{int64_t{1} << 40, 64, 4, 32, true, false}}) {
+    good = good && fault(p);
+  }
+  if (!good) std::printf("FAILED: a packing that does not fit was not refused\n");
+  return good;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 300;
+  const unsigned seed = argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 1;
+  int failures = !check_refusals();
+  const char* previous = "";
+  for (const char* limit : {"avx512", "avx2", "plain"}) {
+    const MatMulKernels& kernels = *best_matmul(limit);
+    if (!std::strcmp(previous, kernels.name)) continue;
+    previous = kernels.name;
+    worst_error = 0;
+    failures += !check_not_finite(kernels) + !check_extremes(kernels);
+    for (int i = 0; i < rounds; i++) {
+      std::mt19937 random(seed + static_cast<unsigned>(i));
+      failures += !check(random_case(random), kernels, seed + static_cast<unsigned>(i));
+    }
+    std::printf("%-12s %d cases, largest error %.2g of the terms' sum\n", kernels.name, rounds, worst_error);
+  }
+  std::printf(failures ? "%d FAILED\n" : "all good\n", failures);
+  return failures != 0;
+}

@@ -1,0 +1,255 @@
+"""The project's own product with packed weights: against MatMulNBits, against a float64 twin in C++, and in the engine.
+
+Tolerances. Both operators round inputs to 8 bits in the same way where groups are of 16 or 32, and differ in the order of
+float32 sums: 2e-6 of the largest output (measured 4e-7). Where groups are larger MatMulNBits rounds by group, and the
+project's own by 32, which is compared with a float64 model of just that.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from conftest import TinyModels
+from helpers import native as builder
+from helpers.checkpoints import VOCAB
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekv.engines.onnx import native
+from edgekv.engines.onnx.engine import OnnxEngine, OnnxOptions
+from edgekv.engines.onnx.packed import set_packed_matmul
+from edgekv.errors import UnsupportedModel
+from edgekv.kv.spec import KVSpec
+
+TOLERANCE = 2e-6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The operators' library: the package's, or one built here."""
+    if native.library().exists():
+        yield
+        return
+    if builder.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    built = builder.build_library(tmp_path_factory.mktemp("native"))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(native, "library", lambda: built)
+    yield
+    patch.undo()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer of random weights."""
+
+    rows: int  # N
+    columns: int  # K
+    bits: int
+    group: int
+    zeros: bool = True
+    half: bool = True  # scales that are float16 numbers
+    bias: bool = False
+
+    def tensors(self, seed: int = 1) -> dict[str, np.ndarray[Any, Any]]:
+        """As MatMulNBits takes them."""
+        rng, groups = np.random.default_rng(seed), -(-self.columns // self.group)
+        scales = (0.001 + 0.01 * rng.random((self.rows, groups))).astype(np.float16 if self.half else np.float32)
+        made = {
+            "codes": rng.integers(0, 256, (self.rows, groups, self.group * self.bits // 8), np.uint8),
+            "scales": scales.astype(np.float32),
+        }
+        if self.zeros:
+            made["zeros"] = rng.integers(0, 256, (self.rows, -(-groups * self.bits // 8)), np.uint8)
+        if self.bias:
+            made["bias"] = rng.standard_normal(self.rows, np.float32)
+        return made
+
+    def node(self, name: str, output: str, **attributes: Any) -> onnx.NodeProto:
+        """Its MatMulNBits."""
+        parts = [f"{name}.zeros" if self.zeros else "", *(["", f"{name}.bias"] if self.bias else [])]
+        inputs = ["x", f"{name}.codes", f"{name}.scales", *(parts if any(parts) else [])]
+        layout = {"N": self.rows, "K": self.columns, "bits": self.bits, "block_size": self.group}
+        attributes = layout | {"accuracy_level": 4} | attributes
+        return helper.make_node("MatMulNBits", inputs, [output], name=output, domain="com.microsoft", **attributes)
+
+
+def make_graph(nodes: list[onnx.NodeProto], layers: dict[str, Layer], outputs: int) -> onnx.ModelProto:
+    """A graph from x to y."""
+    columns = next(iter(layers.values())).columns
+    tensors = [
+        numpy_helper.from_array(array, f"{name}.{part}")
+        for seed, (name, layer) in enumerate(layers.items())
+        for part, array in layer.tensors(seed).items()
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, "T", columns])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, "T", outputs])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(nodes, "products", [x], [y], tensors)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def run(model: onnx.ModelProto, **inputs: Any) -> Any:
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(native.library()))
+    return ort.InferenceSession(model.SerializeToString(), options).run(None, inputs)[0]
+
+
+def both_ways(model: onnx.ModelProto, x: Any) -> tuple[Any, Any]:
+    """What MatMulNBits gives, and what the packed product gives."""
+    usual = run(model, x=x)
+    packed = set_packed_matmul(model, Path())
+    assert packed is not None
+    return usual, run(model, x=x, **{native.PACKED_WEIGHTS: packed})
+
+
+def inputs(tokens: int, columns: int) -> Any:
+    return np.random.default_rng(5).standard_normal((1, tokens, columns), np.float32)
+
+
+def error(got: Any, want: Any) -> float:
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 29])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(96, 64, 4, 32),
+        Layer(70, 576, 4, 32, zeros=False, bias=True),
+        Layer(64, 208, 4, 16, half=False),
+        Layer(33, 100, 8, 32, bias=True),
+        Layer(48, 64, 8, 16, zeros=False, half=False),
+    ],
+    ids=repr,
+)
+def test_equals_matmulnbits(layer: Layer, tokens: int) -> None:
+    model = make_graph([layer.node("a", "y")], {"a": layer}, layer.rows)
+    usual, own = both_ways(model, inputs(tokens, layer.columns))
+    assert [node.op_type for node in model.graph.node] == ["PackedMatMul"]
+    assert error(own, usual) < TOLERANCE
+
+
+@pytest.mark.parametrize("group", [64, 128])
+def test_large_groups_round_inputs_by_32(group: int) -> None:
+    layer, x = Layer(48, 320, 8, group, zeros=False), inputs(5, 320)
+    _, own = both_ways(make_graph([layer.node("a", "y")], {"a": layer}, 48), x)
+    tensors, groups = layer.tensors(0), -(-320 // group)
+    codes = tensors["codes"].reshape(48, groups, group).astype(np.float64) - 128
+    weights = (codes * tensors["scales"].reshape(48, groups, 1)).reshape(48, -1)[:, :320]
+    blocks = x.reshape(5, -1, 32)
+    limits = np.abs(blocks).max(-1, keepdims=True)
+    rounded = np.rint(blocks * (np.float32(127) / limits)) * (limits / np.float32(127)).astype(np.float64)
+    assert error(own[0], rounded.reshape(5, -1) @ weights.T) < TOLERANCE
+
+
+@pytest.mark.parametrize(("activation", "attributes"), [("QuickGelu", {"alpha": 1.0}), ("FastGelu", {})])
+def test_gate_and_up_become_one_node(activation: str, attributes: dict[str, Any]) -> None:
+    layer = Layer(64, 96, 4, 32)
+    nodes = [
+        layer.node("gate", "g"),
+        layer.node("up", "u"),
+        helper.make_node(activation, ["g"], ["a"], domain="com.microsoft", **attributes),
+        helper.make_node("Mul", ["a", "u"], ["y"]),
+    ]
+    model = make_graph(nodes, {"gate": layer, "up": layer}, 64)
+    usual, own = both_ways(model, inputs(14, 96))
+    assert [node.op_type for node in model.graph.node] == ["PackedMatMul"]
+    assert error(own, usual) < 1e-5  # the activations are approximations; measured 1.2e-6
+
+
+def test_gate_stays_apart_where_something_else_reads_it() -> None:
+    layer = Layer(64, 96, 4, 32)
+    nodes = [
+        layer.node("gate", "g"),
+        layer.node("up", "u"),
+        helper.make_node("QuickGelu", ["g"], ["a"], domain="com.microsoft", alpha=1.0),
+        helper.make_node("Mul", ["a", "u"], ["m"]),
+        helper.make_node("Add", ["m", "g"], ["y"]),
+    ]
+    model = make_graph(nodes, {"gate": layer, "up": layer}, 64)
+    usual, own = both_ways(model, inputs(2, 96))
+    assert [node.op_type for node in model.graph.node] == ["PackedMatMul", "PackedMatMul", "QuickGelu", "Mul", "Add"]
+    assert error(own, usual) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda node: node.attribute.remove(next(a for a in node.attribute if a.name == "accuracy_level")),
+        lambda node: node.input.append("order"),
+        lambda node: node.input.__setitem__(1, "x"),
+    ],
+    ids=["float inputs", "an order of its own", "weights that change"],
+)
+def test_other_products_stay(change: Callable[[onnx.NodeProto], Any]) -> None:
+    layer = Layer(64, 96, 4, 32)
+    model = make_graph([layer.node("a", "y")], {"a": layer}, 64)
+    change(model.graph.node[0])
+    before = model.SerializeToString()
+    assert set_packed_matmul(model, Path()) is None
+    assert model.SerializeToString() == before
+
+
+def test_no_rows_give_no_rows() -> None:
+    layer = Layer(64, 96, 4, 32)
+    usual, own = both_ways(make_graph([layer.node("a", "y")], {"a": layer}, 64), inputs(0, 96))
+    assert own.shape == usual.shape == (1, 0, 64)
+
+
+def test_weights_that_are_too_short_are_refused() -> None:
+    layer = Layer(64, 96, 4, 32)
+    model = make_graph([layer.node("a", "y")], {"a": layer}, 64)
+    packed = set_packed_matmul(model, Path())
+    assert packed is not None
+    model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "bytes"
+    with pytest.raises(Exception, match="do not reach as far"):
+        run(model, x=inputs(1, 96), **{native.PACKED_WEIGHTS: packed[:-64]})
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_the_same_logits_in_the_engine(
+    tiny_models: TinyModels, open_onnx: Callable[..., OnnxEngine], name: str
+) -> None:
+    """Both products in whole models. A last bit may round an input to its neighbour: measured 4e-3 at most."""
+    model, kv = tiny_models.converted(name), KVSpec(64, "float")
+    ids = np.random.default_rng(3).integers(3, VOCAB, 40).tolist()
+    own, usual = (open_onnx(model, kv, level=4, matmul=kind) for kind in ("native", "onnxruntime"))
+    logits = [engine.forward(ids, all_logits=True) for engine in (own, usual)]
+    assert error(*logits) < 2e-2
+
+
+def test_what_cannot_be_is_refused(tiny_models: TinyModels, open_onnx: Callable[..., OnnxEngine]) -> None:
+    with pytest.raises(UnsupportedModel, match="rounded to 8 bits"):
+        open_onnx(tiny_models.converted("llama"), KVSpec(64, "float"), level=1, matmul="native")
+
+
+def test_without_the_library_matmulnbits_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: Path("nowhere"))
+    reason = native.matmul_refusal()
+    assert reason is not None
+    assert "not built" in reason
+    assert OnnxOptions().matmul == "auto"
+
+
+def test_random_products_against_a_float64_twin(tmp_path: Path) -> None:
+    """The C++ test program: random shapes on each instruction set that this machine has."""
+    if builder.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    subprocess.run([builder.build_program(tmp_path, "test_matmul"), "100", "77"], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing_in_products(tmp_path: Path, sanitizers: str) -> None:
+    if builder.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    flags = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g")
+    subprocess.run([builder.build_program(tmp_path, "test_matmul", *flags), "60", "5"], check=True)
