@@ -101,6 +101,7 @@ def _converted_rows(model: ConvertedModel) -> Rows:
         ["fingerprint", model.fingerprint],
         ["engine", str(choose("auto", "cpu", "int8"))],
         ["attention", _attention_line(model.spec)],
+        ["products", _products_line()],
         *[["KV scales", _scales_line(path, model)] for path in sorted(model.folder.glob("kv_scales*.safetensors"))],
     ]
 
@@ -121,6 +122,7 @@ def _foreign_rows(foreign: ForeignFolder, home: Path) -> Rows:
         *[["in memory" if not index else "", words] for index, words in enumerate(adapted.changes)],
         ["chat template", _template_line(HubFolder(foreign.root).has_template)],
         ["attention", _attention_line(spec)],
+        ["products", _products_line()],
     ]
     if is_current(made):
         scales = sorted(made.glob("kv_scales*.safetensors"))
@@ -150,6 +152,7 @@ def _source_rows(path: Path, home: Path) -> Rows:
         *[["", line] for line in _holding_lines(matrices)],
         *[["advice", line] for line in [advice(held)] if line],
         ["attention", _attention_line(source.spec)],
+        ["products", _products_line()],
     ]
     record = Record.of(path, home)
     made = home / "models" / record.conversion
@@ -203,6 +206,16 @@ def _attention_line(spec: ModelSpec) -> str:
 
     reason = native.refusal(spec, KVSpec(MIN_CAPACITY), "cpu")
     return f"edgekv's own operator, {native.instruction_set()}" if reason is None else f"ONNX Runtime's: {reason}"
+
+
+def _products_line() -> str:
+    """Which operator multiplies by the weights here, and why."""
+    from edgekv.engines.onnx import native
+
+    reason = native.matmul_refusal()
+    return (
+        f"edgekv's own operator, {native.matmul_instruction_set()}" if reason is None else f"ONNX Runtime's: {reason}"
+    )
 
 
 def _scales_line(path: Path, model: ConvertedModel) -> str:

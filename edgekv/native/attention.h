@@ -1,17 +1,10 @@
 // The operator's body, free of ONNX Runtime: checks, the split into units of work, and the merging of partial results.
 #pragma once
 
-#include <cstddef>
-
 #include "kernels.h"
+#include "parallel.h"
 
 namespace edgekv {
-
-// Runs body(argument, i) for i in 0 .. count - 1, in any order, on whatever threads there are.
-struct Parallel {
-  void* context;
-  void (*run)(void* context, void (*body)(void*, size_t), size_t count, void* argument);
-};
 
 // What is wrong with a problem's sizes and state, or null. Nothing may be computed before this has said null.
 const char* fault(const Problem&);

@@ -1,8 +1,4 @@
-// Which kernels this processor runs.
-#include <cstring>
-
-#include "kernels.h"
-#include "matmul.h"
+#include "cpu.h"
 
 #if defined(_MSC_VER) && (defined(_M_X64) || defined(_M_IX86))
 #include <immintrin.h>
@@ -12,7 +8,6 @@
 #endif
 
 namespace edgekv {
-namespace {
 
 #if defined(__x86_64__) || defined(__i386__)
 
@@ -28,6 +23,8 @@ bool has_dotprod() { return false; }
 
 #elif defined(_MSC_VER) && (defined(_M_X64) || defined(_M_IX86))
 
+namespace {
+
 // The bits of a CPUID register, and whether the system saves the registers in `mask` of XCR0.
 struct Cpuid {
   int registers[4];
@@ -35,6 +32,8 @@ struct Cpuid {
   bool bit(int reg, int index) const { return registers[reg] >> index & 1; }
 };
 bool saves(unsigned long long mask) { return Cpuid(1, 0).bit(2, 27) && (_xgetbv(0) & mask) == mask; }
+
+}  // namespace
 
 bool has_avx2() { return saves(0x6) && Cpuid(1, 0).bit(2, 12) && Cpuid(7, 0).bit(1, 5); }
 
@@ -60,44 +59,5 @@ bool has_dotprod() {
 }
 
 #endif
-
-struct Choice {
-  const char* name;
-  bool (*runs)();
-  const Kernels* (*kernels)(CacheType);
-};
-
-constexpr Choice kChoices[] = {
-    {"avx512", has_avx512, avx512_kernels}, {"avx2", has_avx2, avx2_kernels}, {"neon", has_dotprod, neon_kernels}};
-
-struct MatMulChoice {
-  const char* name;
-  bool (*runs)();
-  const MatMulKernels* (*kernels)();
-};
-
-constexpr MatMulChoice kMatMulChoices[] = {{"avx512", has_avx512, avx512_matmul}, {"avx2", has_avx2, avx2_matmul}};
-
-}  // namespace
-
-const MatMulKernels* best_matmul(const char* limit) {
-  bool allowed = limit == nullptr;
-  for (const MatMulChoice& choice : kMatMulChoices) {
-    allowed = allowed || std::strcmp(limit, choice.name) == 0;
-    if (!allowed || !choice.runs()) continue;
-    if (const MatMulKernels* kernels = choice.kernels()) return kernels;
-  }
-  return plain_matmul();
-}
-
-const Kernels* best_kernels(CacheType type, const char* limit) {
-  bool allowed = limit == nullptr;
-  for (const Choice& choice : kChoices) {
-    allowed = allowed || std::strcmp(limit, choice.name) == 0;
-    if (!allowed || !choice.runs()) continue;
-    if (const Kernels* kernels = choice.kernels(type)) return kernels;
-  }
-  return plain_kernels(type);
-}
 
 }  // namespace edgekv

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu.h"
 #include "scratch.h"
 
 namespace edgekv {
@@ -193,7 +194,25 @@ int64_t piece_panels(const Product& p) {
   return (count + pieces - 1) / pieces;
 }
 
+struct Choice {
+  const char* name;
+  bool (*runs)();
+  const MatMulKernels* (*kernels)();
+};
+
+constexpr Choice kChoices[] = {{"avx512", has_avx512, avx512_matmul}, {"avx2", has_avx2, avx2_matmul}};
+
 }  // namespace
+
+const MatMulKernels* best_matmul(const char* limit) {
+  bool allowed = limit == nullptr;
+  for (const Choice& choice : kChoices) {
+    allowed = allowed || std::strcmp(limit, choice.name) == 0;
+    if (!allowed || !choice.runs()) continue;
+    if (const MatMulKernels* kernels = choice.kernels()) return kernels;
+  }
+  return plain_matmul();
+}
 
 const char* fault(const Packing& p) {
   if (p.outputs < 1 || p.inputs < 1) return "a matrix has no rows or no columns";

@@ -19,7 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attention.h"
+#include "parallel.h"
 
 namespace edgekv {
 

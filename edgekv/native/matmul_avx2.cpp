@@ -2,8 +2,8 @@
 //
 // vpmaddubsw multiplies unsigned by signed bytes and adds pairs to 16 bits. With codes of 4 bits the sums of a whole block of
 // 32 inputs fit: 8 x 2 x 15 x 127 = 30480. Codes of 8 bits are two digits of 4.
-#include "kernels.h"
 #include "matmul.h"
+#include "unroll.h"
 
 #if defined(__AVX2__) && (defined(__FMA__) || defined(_MSC_VER))
 #include <immintrin.h>

@@ -1,6 +1,6 @@
 // The product's kernels for AVX-512 with VNNI. Compiled with these flags and called only after cpu.cpp has found them.
-#include "kernels.h"
 #include "matmul.h"
+#include "unroll.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include <immintrin.h>

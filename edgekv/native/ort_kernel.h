@@ -5,7 +5,7 @@
 #include <exception>
 #include <new>
 
-#include "attention.h"
+#include "parallel.h"
 #include "ort_abi.h"
 
 #if defined(_WIN32)

@@ -15,10 +15,9 @@ _OWN_FLAGS = {
         "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni",
     )),
 } if platform.machine() in ("x86_64", "AMD64") else {"kernels_neon": ("-march=armv8.2-a+dotprod",)}  # fmt: skip
-_CORE = (
-    "attention", "cpu", "kernels_plain", "kernels_avx2", "kernels_avx512", "kernels_neon",
-    "matmul", "matmul_plain", "matmul_avx2", "matmul_avx512",
-)  # fmt: skip
+_ATTENTION = ("attention", "kernels", "kernels_plain", "kernels_avx2", "kernels_avx512", "kernels_neon")
+_MATMUL = ("matmul", "matmul_plain", "matmul_avx2", "matmul_avx512")
+_PROGRAMS = {"test_attention": _ATTENTION, "test_matmul": _MATMUL}
 
 
 def compiler() -> str | None:
@@ -29,21 +28,21 @@ def compiler() -> str | None:
 def build_library(folder: Path) -> Path:
     """Build the operators' library into a folder."""
     target = folder / "libedgekv_ops.so"
-    _link(folder, ("op", "matmul_op"), target, ("-shared",))
+    _link(folder, (*_ATTENTION, *_MATMUL, "op", "matmul_op"), target, ("-shared",))
     return target
 
 
 def build_program(folder: Path, name: str, *flags: str) -> Path:
     """Build test_attention or test_matmul into a folder, e.g. with sanitizers."""
     target = folder / name
-    _link(folder, (name,), target, ("-pthread", *flags))
+    _link(folder, (*_PROGRAMS[name], name), target, ("-pthread", *flags))
     return target
 
 
-def _link(folder: Path, extra: tuple[str, ...], target: Path, flags: tuple[str, ...]) -> None:
+def _link(folder: Path, names: tuple[str, ...], target: Path, flags: tuple[str, ...]) -> None:
     jobs, objects = [], []
     compile_flags = tuple(flag for flag in flags if flag != "-shared")
-    for name in (*_CORE, *extra):
+    for name in ("cpu", *names):
         objects.append(str(folder / f"{name}.o"))
         own = _OWN_FLAGS.get(name, ())
         source = str(SOURCES / f"{name}.cpp")

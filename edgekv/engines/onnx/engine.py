@@ -219,8 +219,9 @@ def open_session(
     attention: Literal["native", "gqa"],
     scales: KVScales | None = None,
 ) -> tuple[Any, Array | None]:
-    """An ONNX Runtime session over the model's graph, given this kind of cache and attention, and the packed weights that
-    are to be bound where the project's own product takes them.
+    """An ONNX Runtime session over the model's graph, given this kind of cache and attention.
+
+    Returns the packed weights that are to be bound, too; None where MatMulNBits has its own.
 
     Raises:
         DependencyMissing, EngineError: ONNX Runtime lacks the provider, or cannot load the graph.

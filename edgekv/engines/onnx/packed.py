@@ -1,7 +1,7 @@
 """The project's own product with 4-bit and 8-bit weights (edgekv/native/matmul.h) in the place of MatMulNBits.
 
 All matrices of a graph are packed into one block of memory, in the order in which they are used, when a session is
-opened; the nodes say where theirs begins. That block is the only copy: ONNX Runtime, which would pack a copy of its own,
+opened; the nodes say where theirs begins. That block is the only copy: ONNX Runtime, which would pack one of its own,
 is given no other, and the file is read a matrix at a time. Scales are held in 16 bits where that loses nothing, as
 with every scale that comes from a GGUF, AWQ or GPTQ file.
 
@@ -67,6 +67,11 @@ class _Matrix:
     scales: Array
     zeros: onnx.TensorProto | None
 
+    @property
+    def panel_bytes(self) -> int:
+        """Of 16 outputs."""
+        return self.size // -(-int(self.packing.outputs) // _PANEL)
+
     def pack(self, folder: Path, step: int, out: Array) -> None:
         """Write its panels, `step` panels apart, from the beginning of `out` on."""
         codes = np.ascontiguousarray(tensor_array(self.codes, folder))
@@ -89,6 +94,7 @@ class _Product:
 
     @property
     def size(self) -> int:
+        """Bytes of all its matrices."""
         return sum(matrix.size for matrix in self.matrices)
 
     def node(self, offset: int) -> onnx.NodeProto:
@@ -114,7 +120,7 @@ class _Product:
         """Pack its matrices, panels in turn."""
         count = len(self.matrices)
         for index, matrix in enumerate(self.matrices):
-            matrix.pack(folder, count, out[index * matrix.size // (-(-matrix.packing.outputs // _PANEL)) :])
+            matrix.pack(folder, count, out[index * matrix.panel_bytes :])
 
 
 def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) -> Array | None:
@@ -144,7 +150,7 @@ def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) ->
 
 
 def _large_memory(size: int) -> Array:
-    """Zeros from a page's beginning on, in large pages where the system has them: they are read whole for every token."""
+    """Zeros from a page's beginning on, in large pages where the system has them: all is read for every token."""
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
