@@ -12,7 +12,15 @@ from edgekv.device import Device
 from edgekv.engines import EngineName, choose
 from edgekv.engines.onnx import native
 from edgekv.errors import InvalidOption
-from edgekv.kv.plan import RUNTIME_BYTES, TORCH_RUNTIME_BYTES, Footprint, Plan, PlanRequest, make_plan
+from edgekv.kv.plan import (
+    PACKED_RUNTIME_BYTES,
+    RUNTIME_BYTES,
+    TORCH_RUNTIME_BYTES,
+    Footprint,
+    Plan,
+    PlanRequest,
+    make_plan,
+)
 from edgekv.kv.spec import MIN_CAPACITY, Granularity, KVDtype, KVSpec
 from edgekv.model.catalog import home as cache_home
 from edgekv.model.converted import ConvertedModel
@@ -84,9 +92,14 @@ def plan_request(spec: ModelSpec, options: LoadOptions, *, server: bool = False)
         options.stride,
         torch=torch,
         server=server,
-        runtime_bytes=TORCH_RUNTIME_BYTES if torch else RUNTIME_BYTES,
+        runtime_bytes=TORCH_RUNTIME_BYTES if torch else _onnx_runtime_bytes(options.device),
         rings=not torch and native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
     )
+
+
+def _onnx_runtime_bytes(device: str) -> int:
+    own = device == "cpu" and native.matmul_refusal() is None
+    return PACKED_RUNTIME_BYTES if own else RUNTIME_BYTES
 
 
 def budget(options: LoadOptions) -> int:

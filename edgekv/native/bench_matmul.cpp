@@ -35,7 +35,7 @@ void bench(const Shape& shape, int64_t rows, const MatMulKernels& kernels, Pool&
   for (size_t i = 0; i < rounds; i++) {
     const uint8_t* matrix = weights + i % copies * size;
     const double start = now();
-    multiply({packing, matrix, rows, x.data(), nullptr, Gate::kNone, out.data()}, kernels, parallel);
+    multiply({packing, matrix, rows, x.data(), nullptr, nullptr, nullptr, 0, Gate::kNone, out.data()}, kernels, parallel);
     times.push_back(now() - start);
   }
   for (size_t i = 0; i < rounds && rows == 1; i++) {

@@ -121,7 +121,7 @@ void encode_tiles(const Job& job, int64_t first, int64_t last) {
   for (int64_t row = first; row < last;) {
     const InputTile tile = job.inputs.tile(row);
     for (int r = 0; r < tile.rows; r++) {
-      job.kernels.encode(p.x + (row + r) * p.packing.inputs, p.packing, r, tile);
+      job.kernels.encode(p.x + (row + r) * p.packing.inputs, p, r, tile);
     }
     row += tile.rows;
   }
@@ -133,9 +133,13 @@ void encode_piece(void* argument, size_t index) {
   encode_tiles(job, first, std::min(first + kTileRows, job.product.rows));
 }
 
-void add_bias(const float* bias, float* sums, int rows, int64_t stride, int64_t count) {
+// sums += what is added to every row, and to each.
+void add_rest(const Product& p, int64_t row, int rows, int64_t first, int64_t count) {
+  const int64_t stride = p.packing.outputs;
   for (int r = 0; r < rows; r++) {
-    for (int64_t i = 0; i < count; i++) sums[r * stride + i] += bias[i];
+    const int64_t place = (row + r) * stride + first;
+    for (int64_t i = 0; p.bias && i < count; i++) p.out[place + i] += p.bias[first + i];
+    for (int64_t i = 0; p.residual && i < count; i++) p.out[place + i] += p.residual[place + i];
   }
 }
 
@@ -166,7 +170,7 @@ void multiply_one(const Job& job, int64_t panel, int64_t row, const InputTile& t
     job.kernels.multiply(p.packing, weights, tile, whole, kPanel);
     for (int r = 0; r < tile.rows; r++) std::copy_n(whole + r * kPanel, count, out + r * stride);
   }
-  if (p.bias) add_bias(p.bias + first, out, tile.rows, stride, count);
+  if (p.bias || p.residual) add_rest(p, row, tile.rows, first, count);
 }
 
 // Panels, or pairs of them.

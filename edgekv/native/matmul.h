@@ -1,4 +1,4 @@
-// A product with 4-bit or 8-bit weights, y = x W' + bias, as plain data, and the table of functions that each instruction
+// A product with 4-bit or 8-bit weights, y = norm(x) W' + bias + residual, as plain data, and the table of functions that each instruction
 // set provides.
 //
 // The weights are unsigned codes c with a scale s, and a zero point z, for every `group` inputs of an output:
@@ -65,6 +65,9 @@ struct Product {
   int64_t rows;            // T
   const float* x;          // [T, K]
   const float* bias;       // [N] or null
+  const float* residual;   // [T, N] or null
+  const float* gain;       // [K]: x is first brought to a root mean square of 1, and multiplied by this; or null
+  float epsilon;           // added to the mean square
   Gate gate;               // not kNone: panels are in pairs, and act(first) * second is the output, [T, N / 2]
   float* out;              // [T, N]
 
@@ -82,27 +85,13 @@ struct InputTile {
 struct MatMulKernels {
   const char* name;
   int tile_rows;  // at most
-  // One row of K floats into its place in a tile.
-  void (*encode)(const float* x, const Packing&, int row, const InputTile&);
+  // One row of K floats, normed where there is a gain, into its place in a tile.
+  void (*encode)(const float* x, const Product&, int row, const InputTile&);
   // The tile times one panel: [rows, 16] sums, `stride` floats apart.
   void (*multiply)(const Packing&, const uint8_t* panel, const InputTile&, float* out, int64_t stride);
   // act(gate) * up, of a panel's outputs in one row.
   void (*combine)(Gate, const float* gate, const float* up, float* out);
 };
-
-// The blocks of one row, the last filled up with zeros, each through
-// encode_block(x, count, factor, row, rows, codes, scale, offset).
-template <class EncodeBlock>
-void encode_blocks(const float* x, const Packing& packing, int row, const InputTile& tile, EncodeBlock encode_block) {
-  const int block = packing.block(), factor = packing.zeros ? 1 : 1 << (packing.bits - 1);
-  for (int64_t i = 0; i < packing.blocks(); i++) {
-    const int64_t first = i * block, count = packing.inputs - first;
-    float padded[32] = {};
-    for (int64_t j = 0; count < block && j < count; j++) padded[j] = x[first + j];
-    encode_block(count < block ? padded : x + first, block, factor, row, tile.rows, tile.codes + first * tile.rows,
-                 tile.scales + i * tile.rows, tile.offsets + i * tile.rows);
-  }
-}
 
 // Why the problem is not one that can be computed; null if it is.
 const char* fault(const Packing&);

@@ -205,9 +205,7 @@ void combine(Gate gate, const float* x, const float* up, float* out) {
   }
 }
 
-void encode(const float* x, const Packing& packing, int row, const InputTile& tile) {
-  encode_blocks(x, packing, row, tile, encode_block);
-}
+#include "encode.inl"
 
 constexpr MatMulKernels kKernels{"avx2", 4, encode, multiply_panel, combine};
 

@@ -4,6 +4,7 @@
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include <immintrin.h>
+#include <math.h>
 #include <string.h>
 
 #include <initializer_list>
@@ -143,8 +144,7 @@ __m512i larger(__m512i x, __m512 y) {
 
 // One block of N vectors of 16 inputs.
 template <int N>
-void encode_block(const float* x, int, int factor, int row, int rows, int8_t* codes, float* scale,
-                  int32_t* offset) {
+void encode_vectors_of(const float* x, int factor, int row, int rows, int8_t* codes, float* scale, int32_t* offset) {
   __m512 values[N];
   __m512i largest = _mm512_setzero_si512(), sum = _mm512_setzero_si512();
   EDGEKV_UNROLL
@@ -168,9 +168,13 @@ void encode_block(const float* x, int, int factor, int row, int rows, int8_t* co
   offset[row] = -factor * _mm512_reduce_add_epi32(sum);
 }
 
-void encode(const float* x, const Packing& packing, int row, const InputTile& tile) {
-  encode_blocks(x, packing, row, tile, packing.block() == 32 ? encode_block<2> : encode_block<1>);
+void encode_block(const float* x, int count, int factor, int row, int rows, int8_t* codes, float* scale,
+                  int32_t* offset) {
+  const auto encode_vectors = count == 32 ? encode_vectors_of<2> : encode_vectors_of<1>;
+  encode_vectors(x, factor, row, rows, codes, scale, offset);
 }
+
+#include "encode.inl"
 
 __m512 exp2(__m512 x) {
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, n);

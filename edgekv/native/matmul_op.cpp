@@ -2,11 +2,13 @@
 //
 //     inputs    x        float [..., K]
 //               weights  uint8 [bytes]   the packed matrices of the whole model; matmul.h has their order
-//               bias     float [N]       or left out
+//               bias     float [N]       or left out, as are the next two
+//               residual float [..., N]  added to the output
+//               gain     float [K]       of an RMS norm that x goes through first
 //     output    float [..., N], or [..., N / 2] with a gate
 //     attributes  N, K, bits, block_size as MatMulNBits has them; zero_points, half (0 or 1: what is stored, and how);
 //               offset (where this matrix begins in the weights); gate (0 none, 1 SiLU, 2 GELU by tanh: the matrix is two,
-//               their panels in turn, and act(first) * second is the output)
+//               their panels in turn, and act(first) * second is the output); epsilon (of the norm)
 //
 // One input holds all matrices because an input of a node costs a microsecond a run, and because one block of memory
 // can be given to large pages.
@@ -18,7 +20,7 @@
 namespace edgekv {
 namespace {
 
-enum Input : size_t { kX, kWeights, kBias, kInputs };
+enum Input : size_t { kX, kWeights, kBias, kResidual, kGain, kInputs };
 
 class MatMul {
  public:
@@ -31,6 +33,7 @@ class MatMul {
                  integer(info, "half", 0) != 0},
         offset_(integer(info, "offset", 0)),
         gate_(static_cast<Gate>(integer(info, "gate", 0))),
+        epsilon_(number(info, "epsilon", 0.0f)),
         kernels_(*best_matmul(std::getenv("EDGEKV_NATIVE_ISA"))) {
     if (const char* what = fault(packing_)) throw Failure(what);
     require(offset_ >= 0 && offset_ % kLine == 0, "PackedMatMul: the offset is no multiple of 64");
@@ -39,30 +42,47 @@ class MatMul {
 
   void compute(ort::KernelContext* context) const {
     const Tensor x = input(context, kX), weights = input(context, kWeights);
-    size_t count = 0;
-    check(api.GetInputCount(context, &count));
-    const Tensor bias = count > kBias ? input(context, kBias) : Tensor{};
     require(x.type == ort::kFloat && x.rank > 0 && x.dims[x.rank - 1] == packing_.inputs,
             "PackedMatMul: x is not float [..., K]");
     require(weights.is(ort::kUint8, 1) && weights.dims[0] >= offset_ + packing_.bytes(),
             "PackedMatMul: the weights do not reach as far as this matrix");
     require(reinterpret_cast<uintptr_t>(weights.data) % kLine == 0, "PackedMatMul: the weights are not aligned");
-    require(!bias.data || (bias.is(ort::kFloat, 1) && bias.dims[0] == packing_.outputs && gate_ == Gate::kNone),
-            "PackedMatMul: the bias is not float [N]");
-    Product product{packing_, static_cast<const uint8_t*>(weights.data) + offset_, 1, static_cast<float*>(x.data),
-                    static_cast<const float*>(bias.data), gate_, nullptr};
     int64_t shape[kMaxRank];
     for (size_t i = 0; i < x.rank; i++) shape[i] = x.dims[i];
+    Product product{};
+    product.packing = packing_;
+    product.weights = static_cast<const uint8_t*>(weights.data) + offset_;
+    product.gate = gate_;
+    product.epsilon = epsilon_;
+    product.x = static_cast<const float*>(x.data);
+    product.rows = 1;
     for (size_t i = 0; i + 1 < x.rank; i++) product.rows *= shape[i];
     shape[x.rank - 1] = product.width();
+    product.bias = optional(context, kBias, &packing_.outputs, 1);
+    product.gain = optional(context, kGain, &packing_.inputs, 1);
+    product.residual = optional(context, kResidual, shape, x.rank);
+    require(gate_ == Gate::kNone || !(product.bias || product.residual), "PackedMatMul: nothing is added to a gate");
     product.out = output(context, shape, x.rank);
     if (product.rows) multiply(product, kernels_, Parallel{context, run_parallel});
   }
 
  private:
+  // Floats of this shape, or null where the input is left out.
+  static const float* optional(const ort::KernelContext* context, size_t index, const int64_t* dims, size_t rank) {
+    size_t count = 0;
+    check(api.GetInputCount(context, &count));
+    const Tensor tensor = index < count ? input(context, index) : Tensor{};
+    if (!tensor.data) return nullptr;
+    bool fits = tensor.is(ort::kFloat, rank);
+    for (size_t i = 0; fits && i < rank; i++) fits = tensor.dims[i] == dims[i];
+    require(fits, "PackedMatMul: the bias is not float [N], the gain not [K], or the residual not like the output");
+    return static_cast<const float*>(tensor.data);
+  }
+
   Packing packing_;
   int64_t offset_;
   Gate gate_;
+  float epsilon_;
   const MatMulKernels& kernels_;
 };
 
@@ -74,7 +94,7 @@ ort::CustomOp make_op() {
   };
   op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return kInputs; };
   op.GetInputCharacteristic = [](const ort::CustomOp*, size_t index) -> int {
-    return index == kBias ? ort::kOptional : ort::kRequired;
+    return index >= kBias ? ort::kOptional : ort::kRequired;
   };
   return op;
 }
@@ -89,8 +109,8 @@ const ort::CustomOp* packed_matmul_op() {
 }  // namespace edgekv
 
 // For the loader: how many bytes a packed matrix takes, or 0 if it cannot be packed; and packing one whose place is `out`.
-EDGEKV_EXPORT int64_t edgekv_packed_bytes(const edgekv::Packing* packing) {
-  return edgekv::fault(*packing) ? 0 : packing->bytes();
+EDGEKV_EXPORT void edgekv_packed_bytes(const edgekv::Packing* packing, int64_t* bytes) {
+  *bytes = edgekv::fault(*packing) ? 0 : packing->bytes();
 }
 
 EDGEKV_EXPORT void edgekv_pack(const edgekv::Packing* packing, const edgekv::Unpacked* matrix, int64_t step,

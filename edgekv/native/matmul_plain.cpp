@@ -1,5 +1,7 @@
 // The product in plain C++: the twin that the others are measured against, and what runs where nothing faster is built.
 #include <algorithm>
+#include <math.h>
+
 #include <cmath>
 #include <cstring>
 
@@ -71,9 +73,7 @@ void encode_block(const float* x, int count, int factor, int row, int rows, int8
   offset[row] = -factor * sum;
 }
 
-void encode(const float* x, const Packing& packing, int row, const InputTile& tile) {
-  encode_blocks(x, packing, row, tile, encode_block);
-}
+#include "encode.inl"
 
 void combine(Gate gate, const float* x, const float* up, float* out) {
   for (int i = 0; i < kPanel; i++) {

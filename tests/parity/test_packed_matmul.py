@@ -72,10 +72,10 @@ class Layer:
             made["bias"] = rng.standard_normal(self.rows, np.float32)
         return made
 
-    def node(self, name: str, output: str, **attributes: Any) -> onnx.NodeProto:
+    def node(self, name: str, output: str, x: str = "x", **attributes: Any) -> onnx.NodeProto:
         """Its MatMulNBits."""
         parts = [f"{name}.zeros" if self.zeros else "", *(["", f"{name}.bias"] if self.bias else [])]
-        inputs = ["x", f"{name}.codes", f"{name}.scales", *(parts if any(parts) else [])]
+        inputs = [x, f"{name}.codes", f"{name}.scales", *(parts if any(parts) else [])]
         layout = {"N": self.rows, "K": self.columns, "bits": self.bits, "block_size": self.group}
         attributes = layout | {"accuracy_level": 4} | attributes
         return helper.make_node("MatMulNBits", inputs, [output], name=output, domain="com.microsoft", **attributes)
@@ -178,6 +178,41 @@ def test_gate_stays_apart_where_something_else_reads_it() -> None:
     usual, own = both_ways(model, inputs(2, 96))
     assert [node.op_type for node in model.graph.node] == ["PackedMatMul", "PackedMatMul", "QuickGelu", "Mul", "Add"]
     assert error(own, usual) < 1e-5
+
+
+def block(read_twice: bool) -> tuple[onnx.ModelProto, Any]:
+    """Norm, product, sum and norm, product: what surrounds attention and feed-forward. `read_twice`: the second norm's
+    result is an output, too."""
+    layer, columns = Layer(96, 96, 4, 32), 96
+    skip = ["b", "x", "gain"], ["n2" if not read_twice else "y", "", "", "sum"]
+    nodes = [
+        helper.make_node("SimplifiedLayerNormalization", ["x", "gain"], ["n1"], axis=-1, epsilon=1e-5, stash_type=1),
+        layer.node("first", "b", x="n1"),
+        helper.make_node("SkipSimplifiedLayerNormalization", *skip, domain="com.microsoft", epsilon=1e-5),
+        layer.node("second", "z" if read_twice else "y", x="y" if read_twice else "n2"),
+    ]
+    model = make_graph(nodes, {"first": layer, "second": layer}, columns)
+    gain = 1 + 0.1 * np.random.default_rng(8).standard_normal(columns, np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(gain, "gain"))
+    return model, inputs(17, columns)
+
+
+def test_norms_and_sums_become_part_of_products() -> None:
+    model, x = block(read_twice=False)
+    usual, own = both_ways(model, x)
+    assert [node.op_type for node in model.graph.node] == ["PackedMatMul", "PackedMatMul"]
+    assert error(own, usual) < 2e-2  # the norm's last bits may round an input to its neighbour
+
+
+def test_a_norm_that_something_else_reads_stays() -> None:
+    model, x = block(read_twice=True)
+    usual, own = both_ways(model, x)
+    assert [node.op_type for node in model.graph.node] == [
+        "PackedMatMul",
+        "SimplifiedLayerNormalization",
+        "PackedMatMul",
+    ]
+    assert error(own, usual) < 2e-2
 
 
 @pytest.mark.parametrize(

@@ -334,11 +334,11 @@ def test_a_checkpoint_with_a_number_that_is_not_finite(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-HIDDEN = pytest.mark.xfail(
-    reason="At level 4 MatMulNBits rounds its input to int8 and makes a number of a NaN, and so does an integer cache; "
-    "convert() refuses such weights, so only a model damaged afterwards gets here.",
-    strict=True,
-)
+def hides_damage(dtype: KVDtype, weight: str) -> bool:
+    """Whether a bad scale in QKV stays unseen: an integer cache makes a number of a NaN, and so does MatMulNBits, which
+    rounds its input to int8 (edgekv's own product does not). convert() refuses such weights, so only a model damaged
+    afterwards gets here."""
+    return "qkv" in weight and (dtype != "float" or native.matmul_refusal() is not None)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -349,17 +349,25 @@ HIDDEN = pytest.mark.xfail(
         "0.o.scales",
         "1.down.scales",
         "head.scales",
-        pytest.param("0.qkv.scales", marks=HIDDEN),
-        pytest.param("1.qkv.scales", marks=HIDDEN),
+        "0.qkv.scales",
+        "1.qkv.scales",
     ],
 )
 @pytest.mark.parametrize("dtype", ["float", "int8", "int4"])
 def test_numbers_that_are_not_finite_stop_the_run(
-    model: ConvertedModel, scales: dict[str, KVScales], tmp_path: Path, dtype: KVDtype, weight: str, value: float
+    request: pytest.FixtureRequest,
+    model: ConvertedModel,
+    scales: dict[str, KVScales],
+    tmp_path: Path,
+    dtype: KVDtype,
+    weight: str,
+    value: float,
 ) -> None:
     """Case C13: one bad number in any weight; an integer cache must not hide it. Nothing is kept.
 
     The last scale of 0.qkv belongs to a value channel, and the last of the embedding and head to the last token."""
+    if hides_damage(dtype, weight):
+        request.applymarker(pytest.mark.xfail(reason="rounding to integers hides it", strict=True))
     damaged = poisoned(model, tmp_path / "damaged", weight, value)
     engine = open_engine(damaged, KVSpec(64, dtype, sinks=4, stride=8), scales.get(dtype))
     with pytest.raises(EngineError, match="finite"):

@@ -65,8 +65,6 @@ def functions() -> ctypes.CDLL:
     loaded, reason = _load(library())
     if loaded is None:
         raise RuntimeError(reason)
-    loaded.edgekv_packed_bytes.restype = ctypes.c_int64
-    loaded.edgekv_pack.restype = None
     return loaded
 
 
@@ -89,9 +87,11 @@ def _name(function: Any) -> str:
 def matmul_refusal() -> str | None:
     """Why MatMulNBits is kept on this machine; None if the project's own product is faster here."""
     reason = unavailable()
-    if reason is None and matmul_instruction_set() == "plain":
-        return "it has none for this processor that is faster"
-    return reason
+    if reason is not None:
+        return reason
+    if not hasattr(functions(), "edgekv_pack"):
+        return "the library is older than this edgekv: build it again"
+    return "it has none for this processor that is faster" if matmul_instruction_set() == "plain" else None
 
 
 @cache

@@ -5,7 +5,10 @@ opened; the nodes say where theirs begins. That block is the only copy: ONNX Run
 is given no other, and the file is read a matrix at a time. Scales are held in 16 bits where that loses nothing, as
 with every scale that comes from a GGUF, AWQ or GPTQ file.
 
-Gate and up projections whose product is gated by SiLU or GELU become one node that also does that.
+What surrounds a product becomes part of it where nothing else reads what lies between: gate and up projections and
+their SiLU or GELU are one node, the residual stream is added by the product that is added to it, and an RMS norm is
+computed by the products that read it. Each of these was a node of its own, and with few tokens most of a small node is
+waking threads.
 
 MatMulNBits stays where it is not at accuracy level 4, or has float zero points, an order of its inputs, 2-bit codes, or
 weights that are not constants.
@@ -15,11 +18,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -35,7 +40,7 @@ Array = np.ndarray[Any, Any]
 _LINE = 64  # bytes; native/matmul.h
 _PANEL = 16  # outputs; native/matmul.h
 _GATES = {"QuickGelu": 1, "FastGelu": 2}
-_SCALES, _ZEROS, _ORDER, _BIAS = 2, 3, 4, 5  # input positions in MatMulNBits
+_ORDER, _BIAS = 4, 5  # input positions in MatMulNBits
 
 
 class _Packing(ctypes.Structure):
@@ -84,13 +89,25 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Product:
-    """A node that is to be: one matrix, or gate and up."""
+    """A node that is to be: one matrix, or gate and up, and what is done before and after."""
 
     matrices: tuple[_Matrix, ...]
-    inputs: tuple[str, str]  # x and the bias, "" for none
+    x: str
     output: str
     name: str
+    bias: str = ""
     gate: int = 0
+    residual: str = ""  # added to the output
+    gain: str = ""  # of the norm that x goes through first
+    epsilon: float = 0.0
+
+    @property
+    def input(self) -> list[str]:
+        """What it reads, in the operator's order, PACKED_WEIGHTS second."""
+        names = [self.x, PACKED_WEIGHTS, self.bias, self.residual, self.gain]
+        while not names[-1]:
+            names.pop()
+        return names
 
     @property
     def size(self) -> int:
@@ -99,10 +116,10 @@ class _Product:
 
     def node(self, offset: int) -> onnx.NodeProto:
         """The node, with its weights at this place."""
-        packing, (x, bias) = self.matrices[0].packing, self.inputs
+        packing = self.matrices[0].packing
         return helper.make_node(
             "PackedMatMul",
-            [x, PACKED_WEIGHTS, bias] if bias else [x, PACKED_WEIGHTS],
+            self.input,
             [self.output],
             name=self.name,
             domain=NATIVE_DOMAIN,
@@ -114,13 +131,16 @@ class _Product:
             half=int(packing.half),
             offset=offset,
             gate=self.gate,
+            epsilon=self.epsilon,
         )
 
     def pack(self, folder: Path, out: Array) -> None:
         """Pack its matrices, panels in turn."""
-        count = len(self.matrices)
         for index, matrix in enumerate(self.matrices):
-            matrix.pack(folder, count, out[index * matrix.panel_bytes :])
+            matrix.pack(folder, len(self.matrices), out[index * matrix.panel_bytes :])
+
+
+Step: TypeAlias = onnx.NodeProto | _Product
 
 
 def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) -> Array | None:
@@ -130,22 +150,25 @@ def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) ->
         folder: what the places of the model's external data are relative to.
         threads: that pack; 0 for one a core.
     """
-    products = _products(model, folder)
-    if not products:
+    steps = _with_products(model, folder)
+    if not any(isinstance(step, _Product) for step in steps):
         return None
-    offsets = [0]
-    for product in products.values():
-        offsets.append(-(-(offsets[-1] + product.size) // _LINE) * _LINE)
-    memory = _large_memory(offsets[-1])
+    outputs = {value.name for value in model.graph.output}
+    for absorbed in (_with_gates, _with_sums, _with_norms):
+        steps = absorbed(steps, outputs)
+    products = [step for step in steps if isinstance(step, _Product)]
+    ends = list(accumulate((-(-product.size // _LINE) * _LINE for product in products), initial=0))
+    memory = _large_memory(ends[-1])
     with ThreadPoolExecutor(threads or None) as pool:
-        for done in [
+        waiting = [
             pool.submit(product.pack, folder, memory[offset:])
-            for product, offset in zip(products.values(), offsets[:-1], strict=True)
-        ]:
-            done.result()
-    nodes = {output: product.node(offset) for (output, product), offset in zip(products.items(), offsets, strict=False)}
-    _replace(model, nodes)
-    _declare(model, memory.nbytes)
+            for product, offset in zip(products, ends[:-1], strict=True)
+        ]
+        for each in waiting:
+            each.result()
+    offsets = iter(ends)
+    nodes = [step.node(next(offsets)) if isinstance(step, _Product) else step for step in steps]
+    _set_nodes(model, nodes, memory.nbytes)
     return memory
 
 
@@ -157,15 +180,16 @@ def _large_memory(size: int) -> Array:
     return np.frombuffer(memory, np.uint8)
 
 
-def _products(model: onnx.ModelProto, folder: Path) -> dict[str, _Product]:
-    """What replaces the nodes that make these outputs, in the graph's order."""
+def _with_products(model: onnx.ModelProto, folder: Path) -> list[Step]:
+    """The graph's nodes in order, products in the place of MatMulNBits."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    found: dict[str, _Product] = {}
-    for node in model.graph.node:
-        if node.op_type == "MatMulNBits" and (matrix := _matrix(node, tensors, folder)) is not None:
-            bias = node.input[_BIAS] if len(node.input) > _BIAS else ""
-            found[node.output[0]] = _Product((matrix,), (node.input[0], bias), node.output[0], node.name)
-    return _gated(model, found)
+    return [_product(node, tensors, folder) or node for node in model.graph.node]
+
+
+def _product(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], folder: Path) -> _Product | None:
+    matrix = _matrix(node, tensors, folder) if node.op_type == "MatMulNBits" else None
+    bias = node.input[_BIAS] if len(node.input) > _BIAS else ""
+    return None if matrix is None else _Product((matrix,), node.input[0], node.output[0], node.name, bias)
 
 
 def _matrix(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], folder: Path) -> _Matrix | None:
@@ -185,8 +209,9 @@ def _matrix(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], folder: 
         zeros is not None,
         _fits_half(values),
     )
-    size = native.functions().edgekv_packed_bytes(ctypes.byref(packing))
-    return _Matrix(packing, size, codes, values, zeros) if size else None
+    size = ctypes.c_int64(0)
+    native.functions().edgekv_packed_bytes(ctypes.byref(packing), ctypes.byref(size))
+    return _Matrix(packing, size.value, codes, values, zeros) if size.value else None
 
 
 def _fits_half(scales: Array) -> bool:
@@ -194,23 +219,70 @@ def _fits_half(scales: Array) -> bool:
         return bool(np.array_equal(scales.astype(np.float16).astype(np.float32), scales))
 
 
-def _gated(model: onnx.ModelProto, products: dict[str, _Product]) -> dict[str, _Product]:
-    """The same, gate and up made one where act(gate) * up is all that they are read for."""
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    activations = {node.output[0]: node for node in model.graph.node if _gate_of(node)}
-    joined = dict(products)
-    for node in model.graph.node:
-        pair = _pair(node, activations, products, readers)
-        if pair is not None:
-            gate, up, act = pair
-            del joined[gate.output]
-            matrices = (*gate.matrices, *up.matrices)
-            # In the place of the later one; both are ready when the first could have been.
-            joined[up.output] = _Product(matrices, gate.inputs, node.output[0], node.name, _gate_of(act))
-    return joined
+class _Uses:
+    """Who makes and who reads each value."""
+
+    def __init__(self, steps: Sequence[Step], outputs: set[str]) -> None:
+        self.makers: dict[str, Step] = {}
+        self.readers: dict[str, list[Step]] = defaultdict(list)
+        self.outputs = outputs
+        for step in steps:
+            self.makers |= dict.fromkeys(_outputs(step), step)
+            for name in step.input:
+                self.readers[name].append(step)
+
+    def product(self, name: str) -> _Product | None:
+        """The product that makes this value."""
+        made = self.makers.get(name)
+        return made if isinstance(made, _Product) else None
+
+    def alone(self, name: str) -> bool:
+        """Whether just one node reads it."""
+        return len(self.readers[name]) == 1 and name not in self.outputs
+
+    def only_products(self, name: str) -> bool:
+        """Whether it is the x of products, none of which norms it already, and is read by nothing else."""
+        readers = self.readers[name]
+        fits = all(isinstance(reader, _Product) and reader.x == name and not reader.gain for reader in readers)
+        return bool(readers) and fits and name not in self.outputs
+
+
+def _outputs(step: Step) -> list[str]:
+    return [step.output] if isinstance(step, _Product) else [name for name in step.output if name]
+
+
+Changes: TypeAlias = dict[int, list[Step]]
+"""What takes the place of a step, by the step's id()."""
+
+
+def _exchanged(steps: Sequence[Step], changes: Changes) -> list[Step]:
+    return [new for step in steps for new in changes.get(id(step), [step])]
+
+
+def _with_gates(steps: list[Step], outputs: set[str]) -> list[Step]:
+    """Gate and up made one product where act(gate) * up is all that they are read for."""
+    uses, changes = _Uses(steps, outputs), Changes()
+    for step in steps:
+        found = _gate_and_up(step, uses)
+        if found is not None:
+            gate, up, act = found
+            both = replace(gate, matrices=gate.matrices + up.matrices, gate=_gate_of(act), output=_outputs(step)[0])
+            changes |= {id(gate): [], id(up): [], id(act): [], id(step): [both]}
+    return _exchanged(steps, changes)
+
+
+def _gate_and_up(step: Step, uses: _Uses) -> tuple[_Product, _Product, onnx.NodeProto] | None:
+    """Gate, up and the activation that this step multiplies, if nothing else reads them."""
+    if isinstance(step, _Product) or step.op_type != "Mul":
+        return None
+    for gated, straight in (tuple(step.input), tuple(step.input)[::-1]):
+        act, up = uses.makers.get(gated), uses.product(straight)
+        if act is None or isinstance(act, _Product) or not _gate_of(act) or up is None:
+            continue
+        gate = uses.product(act.input[0])
+        if gate is not None and all(map(uses.alone, (gated, straight, gate.output))) and _alike(gate, up):
+            return gate, up, act
+    return None
 
 
 def _gate_of(node: onnx.NodeProto) -> int:
@@ -222,60 +294,78 @@ def _gate_of(node: onnx.NodeProto) -> int:
     return _GATES.get(node.op_type, 0)
 
 
-def _pair(
-    node: onnx.NodeProto,
-    activations: dict[str, onnx.NodeProto],
-    products: dict[str, _Product],
-    readers: dict[str, list[onnx.NodeProto]],
-) -> tuple[_Product, _Product, onnx.NodeProto] | None:
-    """Gate, up and the activation, if this node multiplies act(gate) by up and nothing else reads them."""
-    if node.op_type != "Mul":
+def _alike(gate: _Product, up: _Product) -> bool:
+    first, second = (bytes(product.matrices[0].packing) for product in (gate, up))
+    same = gate.x == up.x and first == second and not gate.bias and not up.bias
+    return same and gate.matrices[0].packing.outputs % _PANEL == 0
+
+
+def _with_sums(steps: list[Step], outputs: set[str]) -> list[Step]:
+    """The residual stream added to by the product that makes what is added; what is left of the node is a norm."""
+    uses, changes = _Uses(steps, outputs), Changes()
+    for step in steps:
+        found = _product_and_other(step, uses)
+        if found is not None and not isinstance(step, _Product):
+            product, other = found
+            total = step.output[3] if len(step.output) > 3 and step.output[3] else f"{step.output[0]}.sum"
+            changes[id(product)] = []
+            changes[id(step)] = [replace(product, residual=other, output=total), _norm_of(step, total)]
+    return _exchanged(steps, changes)
+
+
+def _product_and_other(step: Step, uses: _Uses) -> tuple[_Product, str] | None:
+    """The product that makes one of the two terms of this sum and norm, for nothing else, and the other term."""
+    if isinstance(step, _Product) or step.op_type != "SkipSimplifiedLayerNormalization":
         return None
-    for gated, straight in (node.input, node.input[::-1]):
-        act = activations.get(gated)
-        gate, up = products.get(act.input[0]) if act is not None else None, products.get(straight)
-        if act is None or gate is None or up is None:
-            continue
-        alone = all(len(readers.get(name, ())) == 1 for name in (gated, straight, gate.output))
-        if alone and gate.inputs == up.inputs and not gate.inputs[1] and _alike(gate, up):
-            return gate, up, act
+    if len(step.input) > 3 and step.input[3]:  # a bias of its own
+        return None
+    for delta, other in (tuple(step.input[:2]), tuple(step.input[:2])[::-1]):
+        product = uses.product(delta)
+        if product is not None and uses.alone(delta) and delta != other and not product.gate:
+            return product, other
     return None
 
 
-def _alike(gate: _Product, up: _Product) -> bool:
-    first, second = (bytes(product.matrices[0].packing) for product in (gate, up))
-    return first == second and gate.matrices[0].packing.outputs % _PANEL == 0
+def _norm_of(node: onnx.NodeProto, x: str) -> onnx.NodeProto:
+    return helper.make_node(
+        "SimplifiedLayerNormalization",
+        [x, node.input[2]],
+        [node.output[0]],
+        name=node.name,
+        axis=-1,
+        epsilon=attribute(node, "epsilon", 1e-12),
+        stash_type=1,
+    )
 
 
-def _replace(model: onnx.ModelProto, made: dict[str, onnx.NodeProto]) -> None:
-    """Put the new nodes in, and leave out what they make unneeded: nodes first, then initializers."""
-    nodes = [made.get(node.output[0], node) for node in model.graph.node]
-    whole = {name for node in made.values() for name in node.output}
-    nodes = [node for node in nodes if node.domain == NATIVE_DOMAIN or not whole & set(node.output)]
-    kept = _needed(nodes, {value.name for value in model.graph.output})
-    read = {name for node in kept for name in node.input}
+def _with_norms(steps: list[Step], outputs: set[str]) -> list[Step]:
+    """RMS norms computed by the products that read them, if nothing else does."""
+    uses, changes = _Uses(steps, outputs), Changes()
+    for step in steps:
+        if isinstance(step, _Product) or step.op_type != "SimplifiedLayerNormalization":
+            continue
+        x, gain, normed = step.input[0], step.input[1], step.output[0]
+        if attribute(step, "axis", -1) != -1 or len(_outputs(step)) > 1 or not uses.only_products(normed):
+            continue
+        epsilon = attribute(step, "epsilon", 1e-5)
+        changes[id(step)] = []
+        for reader in uses.readers[normed]:
+            assert isinstance(reader, _Product)
+            changes[id(reader)] = [replace(reader, x=x, gain=gain, epsilon=epsilon)]
+    return _exchanged(steps, changes)
+
+
+def _set_nodes(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], size: int) -> None:
+    """Put the nodes in, leave out initializers that none reads, and declare the weights.
+
+    These are an input: an initializer would have to lie in a file, or inside the graph."""
+    read = {name for node in nodes for name in node.input}
     tensors = [tensor for tensor in model.graph.initializer if tensor.name in read]
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     initializers = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in tensors]
     del model.graph.node[:], model.graph.initializer[:], model.graph.value_info[:]
     model.graph.node.extend(copies)
     model.graph.initializer.extend(initializers)
-
-
-def _needed(nodes: Sequence[onnx.NodeProto], outputs: set[str]) -> list[onnx.NodeProto]:
-    """The nodes that something reads, in their order (which is topological)."""
-    return list(_backwards(nodes, set(outputs)))[::-1]
-
-
-def _backwards(nodes: Sequence[onnx.NodeProto], wanted: set[str]) -> Iterator[onnx.NodeProto]:
-    for node in reversed(nodes):
-        if wanted & set(node.output):
-            wanted |= set(node.input) - {""}
-            yield node
-
-
-def _declare(model: onnx.ModelProto, size: int) -> None:
-    """The block as an input: an initializer would have to lie in a file, or inside the graph."""
     model.graph.input.append(helper.make_tensor_value_info(PACKED_WEIGHTS, TensorProto.UINT8, [size]))
     if not any(opset.domain == NATIVE_DOMAIN for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))

@@ -1,0 +1,31 @@
+// One row of inputs, normed where that is asked for, as bytes: the part that all instruction sets share. Included by each,
+// within its unnamed namespace, so that each compiles its own.
+
+// 1 / the root of the mean square and epsilon.
+float norm_factor(const float* x, int64_t count, float epsilon) {
+  constexpr int kLanes = 16;
+  float sums[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; lane++) sums[lane] += x[i + lane] * x[i + lane];
+  }
+  for (; i < count; i++) sums[0] += x[i] * x[i];
+  for (int lane = 1; lane < kLanes; lane++) sums[0] += sums[lane];
+  return 1.0f / sqrtf(sums[0] / static_cast<float>(count) + epsilon);
+}
+
+// Through `encode_block(x, count, factor, row, rows, codes, scale, offset)`; the last block is filled up with zeros.
+void encode(const float* x, const Product& product, int row, const InputTile& tile) {
+  const Packing& packing = product.packing;
+  const int block = packing.block(), factor = packing.zeros ? 1 : 1 << (packing.bits - 1);
+  const float norm = product.gain ? norm_factor(x, packing.inputs, product.epsilon) : 1.0f;
+  for (int64_t i = 0; i < packing.blocks(); i++) {
+    const int64_t first = i * block, left = packing.inputs - first;
+    const int count = left < block ? static_cast<int>(left > 0 ? left : 0) : block;
+    float own[32] = {};
+    for (int j = 0; product.gain && j < count; j++) own[j] = x[first + j] * norm * product.gain[first + j];
+    for (int j = 0; !product.gain && count < block && j < count; j++) own[j] = x[first + j];
+    encode_block(product.gain || count < block ? own : x + first, block, factor, row, tile.rows,
+                 tile.codes + first * tile.rows, tile.scales + i * tile.rows, tile.offsets + i * tile.rows);
+  }
+}
