@@ -181,13 +181,11 @@ void multiply_piece(void* argument, size_t index) {
   const Product& p = job.product;
   const int64_t first = static_cast<int64_t>(index) * job.piece_panels;
   const int64_t last = std::min(first + job.piece_panels, panels(p));
-  for (int64_t panel = first; panel < last; panel++) {
-    for (int64_t row = 0; row < p.rows;) {
-      const InputTile tile = job.inputs.tile(row);
-      const auto one = p.gate == Gate::kNone ? multiply_one : multiply_gated;
-      one(job, panel, row, tile);
-      row += tile.rows;
-    }
+  const auto one = p.gate == Gate::kNone ? multiply_one : multiply_gated;
+  for (int64_t row = 0; row < p.rows;) {
+    const InputTile tile = job.inputs.tile(row);
+    for (int64_t panel = first; panel < last; panel++) one(job, panel, row, tile);
+    row += tile.rows;
   }
 }
 
