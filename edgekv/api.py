@@ -183,12 +183,13 @@ class Runtime:
         engine: Engine,
         options: LoadOptions,
     ) -> None:
-        self.model, self.plan, self.options = model, plan, options
+        self.model, self.options = model, options
+        self.plan = replace(plan, kv=engine.kv)  # torch halves the cache where the device's memory does not suffice
         tokenizer, chat_format = open_text(model)
         self.template_source = "" if chat_format is None else chat_format.template.source
         bos = model.spec.bos_id if model.description.add_bos else None
-        fingerprint = model.fingerprint + length_mark(model.spec, plan.kv.capacity)
-        identity = CacheIdentity.of(fingerprint, model.description.name, plan.kv, engine.scales)
+        fingerprint = model.fingerprint + length_mark(model.spec, engine.kv.capacity)
+        identity = CacheIdentity.of(fingerprint, model.description.name, engine.kv, engine.scales)
         left_bytes = max(0, (plan.budget_bytes or 0) - plan.total_bytes)
         lot = ParkingLot(left_bytes, home_of(options) / "parked", PARKED_CACHES * plan.cache_bytes)
         self._chat = SharedChat(engine, tokenizer, chat_format, bos, identity, lot)

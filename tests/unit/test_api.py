@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.chat import make_chat_model
 
 import edgekv
+from edgekv.api import open_engine
 from edgekv.generate import Event
 from edgekv.model.converted import ConvertedModel
+from edgekv.options import plan_for
 
 USER = [{"role": "user", "content": "Hello there"}]
 
@@ -228,6 +231,15 @@ def test_an_fp8_cache_is_refused_at_load(chat_model: ConvertedModel) -> None:
     """case C09: a combination that does not run is refused when it is loaded, with what to use instead."""
     with pytest.raises(edgekv.EdgeKVError, match="--kv-dtype int8"):
         edgekv.load(chat_model.folder, memory="4GiB", kv_dtype="fp8", engine="onnx")
+
+
+def test_the_cache_is_as_large_as_its_engine_says(chat_model: ConvertedModel) -> None:
+    """An engine may have made a smaller one than was planned, as torch's does where memory does not suffice."""
+    options = edgekv.LoadOptions(memory="4GiB", context=256, kv_dtype="float")
+    plan = plan_for(chat_model, options)
+    engine = open_engine(chat_model, replace(plan.kv, capacity=128, stride=16), None, options)
+    with edgekv.Runtime(chat_model, plan, engine, options) as runtime:
+        assert runtime.plan.kv.capacity == runtime.precheck(USER).capacity == 128
 
 
 def test_closed_means_closed(chat_model: ConvertedModel, tmp_path: Path) -> None:
