@@ -30,7 +30,8 @@ from edgekv.engines.base import (
     check_room,
     check_state,
 )
-from edgekv.errors import InvalidOption
+from edgekv.errors import InvalidOption, ScalesError
+from edgekv.kv.quant import LIMIT
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
 from edgekv.kv.window import Move
@@ -115,6 +116,25 @@ class LayerRows(Sequence[Rows]):
 
     def __getitem__(self, layer: Any) -> Any:
         return self._cache.read(self._part, self._layers[layer], 0, self._length)
+
+
+def fitting_scales(
+    scales: KVScales | None, kv: KVSpec, spec: ModelSpec, fingerprint: str, name: str
+) -> KVScales | None:
+    """The scales for a cache of this kind, None for one that needs none.
+
+    Args:
+        fingerprint, name: of the model.
+
+    Raises:
+        ScalesError: they are missing, or for something else.
+    """
+    if kv.dtype not in LIMIT:
+        return None
+    if scales is None:
+        raise ScalesError(f"A {kv.dtype} cache needs KV scales for {name}: make them with `edgekv calibrate`.")
+    scales.check(spec, fingerprint, kv.dtype, kv.granularity)
+    return scales
 
 
 class CachedEngine(ABC):

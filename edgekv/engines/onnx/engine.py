@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from edgekv.engines.base import Logits
-from edgekv.engines.cached import CachedEngine
+from edgekv.engines.cached import CachedEngine, fitting_scales
 from edgekv.engines.onnx import native
 from edgekv.engines.onnx.binding import Array, DeviceCache, HostCache, StepBuffers, bind_array
 from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.moved import MovedCache, MovedInputs
 from edgekv.engines.onnx.ring import RingCache, RingInputs
-from edgekv.errors import DependencyMissing, EngineError, InvalidOption, ScalesError, UnsupportedModel
+from edgekv.errors import DependencyMissing, EngineError, InvalidOption, UnsupportedModel
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
 from edgekv.model.converted import ConvertedModel
@@ -163,14 +163,10 @@ def open_engine(
     options = options or OnnxOptions()
     check_combination(kv, options)
     attention = _operator(model.spec, kv, options)
-    if kv.dtype in ("float", "fp16"):
-        return OnnxEngine(model, kv, None, options, attention)
-    if scales is None:
-        raise ScalesError(
-            f"A {kv.dtype} cache needs KV scales for {model.folder.name}: make them with `edgekv calibrate`."
-        )
-    scales.check(model.spec, model.fingerprint, kv.dtype, kv.granularity)
-    return OnnxEngine(model, kv, scales if attention == "native" else scales.without_centre(), options, attention)
+    scales = fitting_scales(scales, kv, model.spec, model.fingerprint, model.folder.name)
+    if scales is not None and attention == "gqa":
+        scales = scales.without_centre()
+    return OnnxEngine(model, kv, scales, options, attention)
 
 
 def _operator(spec: ModelSpec, kv: KVSpec, options: OnnxOptions) -> Literal["native", "gqa"]:

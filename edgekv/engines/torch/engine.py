@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from edgekv.engines.base import Logits, check_ids, check_room
-from edgekv.engines.cached import CachedEngine
+from edgekv.engines.cached import CachedEngine, fitting_scales
 from edgekv.engines.rope import rotated_centre
 from edgekv.engines.torch.attention import Angles, LayerAttention, connect
 from edgekv.engines.torch.cache import RingCache
@@ -26,7 +26,6 @@ from edgekv.errors import (
     DependencyMissing,
     EngineError,
     MemoryBudgetError,
-    ScalesError,
     UnsupportedModel,
 )
 from edgekv.kv.scales import KVScales
@@ -202,13 +201,7 @@ def open_engine(
     """
     options = options or TorchOptions()
     check_combination(kv, options)
-    if kv.dtype in ("float", "fp16"):
-        return _open_or_shrink(published, kv, None, options)
-    if scales is None:
-        raise ScalesError(
-            f"A {kv.dtype} cache needs KV scales for {published.path.name}: make them with `edgekv calibrate`."
-        )
-    scales.check(published.source.spec, fingerprint, kv.dtype, kv.granularity)
+    scales = fitting_scales(scales, kv, published.source.spec, fingerprint, published.path.name)
     return _open_or_shrink(published, kv, scales, options)
 
 
