@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from edgekv import device as hardware
 from edgekv.chat import Chat, ChatRequest, Dialogue, Events
@@ -116,13 +116,15 @@ def open_engine(
     options: LoadOptions,
     *,
     attention: Attention = "auto",
+    activations: Literal["int8", "float"] = "int8",
 ) -> Engine:
-    """The engine for this cache. attention: the onnx engine's operator."""
+    """The engine for this cache. attention: the onnx engine's operator; activations: what its matrices multiply."""
     if choose_engine(options, kv.dtype).name == "torch":
         return _open_torch(model, kv, scales, options)
-    from edgekv.engines.onnx.engine import open_engine
+    from edgekv.engines.onnx.engine import ACCURACY_LEVELS, open_engine
 
-    return open_engine(model, kv, scales, replace(onnx_options(options), attention=attention))
+    level = ACCURACY_LEVELS[activations]
+    return open_engine(model, kv, scales, replace(onnx_options(options), attention=attention, accuracy_level=level))
 
 
 def _open_torch(model: ConvertedModel, kv: KVSpec, scales: KVScales | None, options: LoadOptions) -> Engine:
@@ -189,7 +191,9 @@ class Runtime:
         self.template_source = "" if chat_format is None else chat_format.template.source
         bos = model.spec.bos_id if model.description.add_bos else None
         fingerprint = model.fingerprint + length_mark(model.spec, engine.kv.capacity)
-        identity = CacheIdentity.of(fingerprint, model.description.name, engine.kv, engine.scales)
+        identity = CacheIdentity.of(
+            fingerprint, model.description.name, engine.kv, engine.scales, row_factors=engine.row_factors
+        )
         left_bytes = max(0, (plan.budget_bytes or 0) - plan.total_bytes)
         lot = ParkingLot(left_bytes, home_of(options) / "parked", PARKED_CACHES * plan.cache_bytes)
         self._chat = SharedChat(engine, tokenizer, chat_format, bos, identity, lot)

@@ -170,7 +170,7 @@ def bench(
         InvalidOption: no length fits the cache.
     """
     options = options or BenchOptions()
-    card = make_card(model, engine.kv, threads, options, progress)
+    card = make_card(model, engine.kv, threads, options, progress, native=engine.row_factors)
     speeds = measure(engine, card, options, progress)
     return BenchReport(card, speeds, provenance(model, engine.kv, threads, options))
 
@@ -181,8 +181,10 @@ def make_card(
     threads: int,
     options: BenchOptions,
     progress: Progress = lambda stage, done, total: None,
+    *,
+    native: bool = False,
 ) -> Card:
-    """Bytes per token and the machine's bandwidth.
+    """Bytes per token and the machine's bandwidth. native: for edgekv's own operator, whose INT8 rows have factors.
 
     Raises:
         InvalidOption: no length fits the cache.
@@ -197,7 +199,7 @@ def make_card(
     bandwidth = read_bandwidth(threads, progress=progress)
     ceilings = []
     for length in fitting:
-        token_bytes = weights + cache_bytes(model.spec, kv.dtype, length)
+        token_bytes = weights + cache_bytes(model.spec, kv.dtype, length, native=native)
         ceilings.append(Ceiling(length, token_bytes, bandwidth / token_bytes))
     left_out = tuple(length for length in options.lengths if length not in fitting)
     return Card(weights, bandwidth, tuple(ceilings), left_out)

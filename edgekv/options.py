@@ -93,7 +93,7 @@ def plan_request(spec: ModelSpec, options: LoadOptions, *, server: bool = False)
         torch=torch,
         server=server,
         runtime_bytes=TORCH_RUNTIME_BYTES if torch else _onnx_runtime_bytes(options.device),
-        rings=not torch and native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
+        native=not torch and native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
     )
 
 

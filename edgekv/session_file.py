@@ -52,17 +52,20 @@ class CacheIdentity:
     model: str  # the model's fingerprint
     name: str  # of the model, for people
     dtype: str
-    granularity: str
+    granularity: str  # of the scales; with "and row" where each row has a factor of its own
     scales: str  # the beginning of the scales' SHA-256; empty: a cache without scales
 
     @classmethod
-    def of(cls, fingerprint: str, name: str, kv: KVSpec, scales: KVScales | None) -> CacheIdentity:
-        """Of a model and the kind of its cache; scales: those that its engine holds."""
+    def of(
+        cls, fingerprint: str, name: str, kv: KVSpec, scales: KVScales | None, *, row_factors: bool
+    ) -> CacheIdentity:
+        """Of a model and the kind of its cache; scales, row_factors: those of its engine."""
         if scales is None:
             return cls(fingerprint, name, kv.dtype, kv.granularity, "")
+        granularity = f"{kv.granularity} and row" if row_factors else kv.granularity
         centre = b"" if scales.k_centre is None else scales.k_centre.tobytes()
         digest = hashlib.sha256(scales.k.tobytes() + scales.v.tobytes() + centre).hexdigest()[:16]
-        return cls(fingerprint, name, kv.dtype, kv.granularity, digest)
+        return cls(fingerprint, name, kv.dtype, granularity, digest)
 
     def check(self, path: Path, saved: CacheIdentity) -> None:
         """Refuse a saved cache of another identity, with the reason.

@@ -47,6 +47,7 @@ class Run:
 RUNS = (
     Run("granularity", 8192, ("int8", "int8,granularity=head", "int8,granularity=tensor", "int4")),
     Run("methods", 8192, ("int8,method=envelope,headroom=1.0", "int8,method=mse,headroom=1.0")),
+    Run("cache", 8192, ("int8", "int8,attention=gqa"), options=("--activations", "float")),
     Run("long", 50_000, ("int8",)),
     Run("stream512", 8192, ("int8", "int8,sinks=0"), stream=512),
     Run("stream1024", 8192, ("int8", "int8,sinks=0"), stream=1024),
@@ -150,6 +151,7 @@ def simulated_run(gguf: Path, text: Path, out: Path, threads: int, tokens: int) 
 def simulated_caches(model: Any) -> dict[str, Any]:
     """Functions of (0 for keys or 1 for values, layer, rows [K, T, D]), with the model's own INT8 thresholds."""
     from edgekv.cli.ready import ready_scales
+    from edgekv.kv import rows as native
     from edgekv.kv.interchange import retarget
     from edgekv.kv.quant import LIMIT, fake_quantize
     from edgekv.kv.spec import KVSpec
@@ -171,7 +173,15 @@ def simulated_caches(model: Any) -> dict[str, Any]:
 
         return quantise
 
+    def own_operator(part: int, layer: int, rows: Any) -> Any:
+        """As edgekv's own operator holds INT8, but with keys whole."""
+        scale = (own.k, own.v)[part][layer][:, None]
+        if part == 0:
+            return native.dequantize_keys(native.quantize_keys(rows, scale), scale)
+        return native.dequantize_values(native.quantize_values(rows, scale), scale)
+
     return {
+        "int8 as edgekv's own operator": own_operator,
         "int8 per channel": static("int8", "int8"),
         "int8, first 4 rows exact": exact_first(static("int8", "int8")),
         "int8 per channel and row": by_row("int8"),

@@ -62,8 +62,8 @@ def command(
     text = _text(ready, tokenizer, filler, data, options)
     settings = options.settings(Setting(load.kv_dtype))
     haystacks = buried(filler, tokenizer, base.capacity, options)
-    with opened(settings, base, text, options, _opener(ready, load)) as comparison, Interrupt() as interrupt:
-        pause = pauses(checkpoint, comparison, ready.fingerprint, lambda: interrupt.asked)
+    with opened(settings, base, text, options, _opener(ready, load, options)) as comparison, Interrupt() as interrupt:
+        pause = pauses(checkpoint, comparison, f"{ready.fingerprint} {options.activations}", lambda: interrupt.asked)
         with render.progress_bar() as progress:
             report = evaluate(comparison, options, haystacks, tokenizer, pause, progress)
         _finish(report, checkpoint, comparison.done)
@@ -74,14 +74,16 @@ def command(
     _write_json(report, json_path, {"model": ready.description.name, "data": data.name, "segment": options.segment})
 
 
-def _opener(model: ConvertedModel, load: LoadOptions) -> Any:
+def _opener(model: ConvertedModel, load: LoadOptions, options: EvalOptions) -> Any:
     """A function that opens the engine of a setting, with scales made if the model has none of that kind."""
     from edgekv.api import open_engine
 
     def open_cache(setting: Setting, kv: KVSpec) -> tuple[Engine, KVScales | None]:
         own = load.scales if setting.scales is None else setting.scales
         scales = ready_scales(model, kv, load, setting.method, setting.headroom, own) if setting.quantised else None
-        return open_engine(model, kv, scales, load, attention=setting.attention), scales
+        return open_engine(
+            model, kv, scales, load, attention=setting.attention, activations=options.activations
+        ), scales
 
     return open_cache
 

@@ -65,6 +65,11 @@ class Engine(Protocol):
         `without_centre()`, whatever it was opened with."""
 
     @property
+    def row_factors(self) -> bool:
+        """Whether each row is stored with a factor of its own beside the scales (kv/rows.py). Rows with one and rows
+        without are of different widths, so that neither is taken for the other."""
+
+    @property
     def tokens(self) -> Sequence[int]:
         """The ids in the cache's slots, pinned prefix first."""
 

@@ -44,9 +44,11 @@ class CacheLayout(ABC):
     Attributes:
         evicted: how many tokens have left.
         pinned: how many of those at the beginning the last eviction left there; it means nothing before the first.
+        row_factors: whether each row has a factor of its own beside the scales.
     """
 
     pinned_angles: ClassVar[PinnedAngles]
+    row_factors = False
 
     def __init__(self) -> None:
         self.evicted = self.pinned = 0
@@ -165,6 +167,11 @@ class CachedEngine(ABC):
     def scales(self) -> KVScales | None:
         """What the codes in the cache stand for; None where it holds floats."""
         return self._scales
+
+    @property
+    def row_factors(self) -> bool:
+        """Whether each row is stored with a factor of its own beside the scales."""
+        return self._cache.row_factors
 
     @property
     def tokens(self) -> Sequence[int]:

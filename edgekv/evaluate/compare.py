@@ -75,7 +75,7 @@ class Lane:
 
     def __post_init__(self) -> None:
         if self.scales is not None:
-            self.meter = ErrorMeter(self.scales)
+            self.meter = ErrorMeter(self.scales, row_factors=self.engine.row_factors)
 
     def append(self, tokens: Sequence[int]) -> Logits:
         """Run tokens, evicting as a chat would, and return all logits, [T, V]."""

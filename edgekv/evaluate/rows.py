@@ -1,7 +1,7 @@
 """The rounding error of keys and values, layer by layer, and the share that saturates.
 
-Errors are those of `kv.quant.fake_quantize` on the rows of a float cache, so one run of the float engine serves any
-dtype, also one that no engine at hand can hold.
+Errors are those of `kv.quant.fake_quantize` on the rows of a float cache, or of `kv.rows` where rows have factors of
+their own, so one run of the float engine serves any dtype, also one that no engine at hand can hold.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import numpy.typing as npt
 from edgekv.engines.base import Engine
 from edgekv.engines.rope import rotated_centre
 from edgekv.kv.quant import LIMIT, fake_quantize
+from edgekv.kv.rows import dequantize_keys, dequantize_values, quantize_keys, quantize_values
 from edgekv.kv.scales import KVScales
 
 Float32 = npt.NDArray[np.float32]
+
+
+_OWN_ROWS = {"k": (quantize_keys, dequantize_keys), "v": (quantize_values, dequantize_values)}
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,14 @@ class LayerCheck:
 
 
 class ErrorMeter:
-    """Sums up what quantising does to the rows of a float cache."""
+    """Sums up what quantising does to the rows of a float cache.
 
-    def __init__(self, scales: KVScales) -> None:
-        self._scales = scales
+    Args:
+        row_factors: rows are held as edgekv's own operator holds them, in which none saturates.
+    """
+
+    def __init__(self, scales: KVScales, *, row_factors: bool = False) -> None:
+        self._scales, self._row_factors = scales, row_factors
         self.sums = np.zeros((len(scales.k), 2, 4), np.float64)  # [L, K or V, error^2, value^2, saturated, values]
 
     def see(self, engine: Engine, start: int, stop: int) -> None:
@@ -43,8 +51,8 @@ class ErrorMeter:
             keys, values = engine.rows(layer, start, stop)
             centre = self._scales.centre_of(layer)
             taken = 0.0 if centre is None else self._turned(centre, engine, start, stop)
-            sums[0] += self._count(keys - taken, keys, self._scales.k[layer][:, None])
-            sums[1] += self._count(values, values, self._scales.v[layer][:, None])
+            sums[0] += self._count("k", keys - taken, keys, self._scales.k[layer][:, None])
+            sums[1] += self._count("v", values, values, self._scales.v[layer][:, None])
 
     def layers(self) -> tuple[LayerCheck, ...]:
         """The errors so far, by layer."""
@@ -58,9 +66,12 @@ class ErrorMeter:
     def _turned(centre: Float32, engine: Engine, start: int, stop: int) -> Float32:
         return rotated_centre(centre, engine.spec, engine.kv.capacity, start + engine.evicted, stop - start)
 
-    def _count(self, held: Float32, rows: Float32, scale: Float32) -> tuple[float, float, float, float]:
+    def _count(self, part: str, held: Float32, rows: Float32, scale: Float32) -> tuple[float, float, float, float]:
         """What is quantised of rows, and the rows, [K, T, D]; scale [K, 1, D]."""
         dtype = self._scales.dtype
+        if self._row_factors:
+            quantise, restore = _OWN_ROWS[part]
+            return _energy(restore(quantise(held, scale), scale) - held), _energy(rows), 0, rows.size
         difference = fake_quantize(held, scale, dtype) - held
         beyond = int(np.count_nonzero(np.abs(held) > (LIMIT[dtype] + 0.5) * scale))
         return _energy(difference), _energy(rows), beyond, rows.size

@@ -48,6 +48,10 @@ class EvalOptions:
         default=(),
     )
     against: Literal["float", "none"] = about("What the settings are compared with.", default="float")
+    activations: Literal["int8", "float"] = about(
+        "What matrices are multiplied with: as the engine does it, or floats, where nothing but the cache is rounded.",
+        default="int8",
+    )
     needles: int = about("Also bury so many facts at each of six depths, and ask for them.", default=0)
     needle_tokens: int = about("Length of the text they are buried in. 0: half as long again as the cache.", default=0)
 

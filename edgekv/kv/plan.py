@@ -1,6 +1,7 @@
 """The memory plan: every byte a line with its formula, and the largest cache that fits a budget.
 
-    cache            2 L K C D x bits / 8           (keys and values. Layers with a window may have a ring of R slots:
+    cache            2 L K C D x bits / 8           (keys and values. In edgekv's own operator an INT8 row has D + 2
+                                                    bytes, and layers with a window may have a ring of R slots:
                                                     KVSpec.ring_slots)
     RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
     RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
@@ -23,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from edgekv.errors import InvalidOption, MemoryBudgetError, UnsupportedModel
-from edgekv.kv.spec import BITS, DEFAULT_SINKS, MIN_CAPACITY, Granularity, KVDtype, KVSpec
+from edgekv.kv.spec import BITS, DEFAULT_SINKS, FACTOR_BYTES, MIN_CAPACITY, Granularity, KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
 from edgekv.units import MIB, format_bytes
 
@@ -103,9 +104,7 @@ class PlanRequest:
     sinks: int | None = None
     stride: int | None = None
     chunk: int = 128  # tokens of one prefill run
-    rings: bool = (
-        False  # whether the cache is a ring, and a layer with a window may have its own (engines/onnx/ring.py)
-    )
+    native: bool = False  # for edgekv's own operator: a ring, with factors for INT8 rows (engines/onnx/ring.py)
     runtime_bytes: int = RUNTIME_BYTES
     torch: bool = False  # planned for the torch engine
     server: bool = False  # with what `edgekv serve` takes beside
@@ -148,19 +147,24 @@ class Plan:
         return self.budget_bytes is None or self.total_bytes <= self.budget_bytes
 
 
-def cache_bytes(spec: ModelSpec, dtype: KVDtype, tokens: int) -> int:
-    """Keys and values of so many tokens in every layer: 2 L K C D x bits / 8."""
-    return slot_bytes(spec, dtype) * spec.num_layers * tokens
+def cache_bytes(spec: ModelSpec, dtype: KVDtype, tokens: int, *, native: bool = False) -> int:
+    """Keys and values of so many tokens in every layer: 2 L K C D x bits / 8, and the factors of their rows."""
+    return slot_bytes(spec, dtype, native) * spec.num_layers * tokens
 
 
-def slot_bytes(spec: ModelSpec, dtype: KVDtype) -> int:
-    """Keys and values of one token in one layer: 2 K D x bits / 8."""
-    return 2 * spec.num_kv_heads * spec.head_dim * BITS[dtype] // 8
+def slot_bytes(spec: ModelSpec, dtype: KVDtype, native: bool) -> int:
+    """Keys and values of one token in one layer: 2 K D x bits / 8, and the factors of its rows."""
+    return 2 * spec.num_kv_heads * (spec.head_dim * BITS[dtype] // 8 + row_extra_bytes(dtype, native))
+
+
+def row_extra_bytes(dtype: KVDtype, native: bool) -> int:
+    """Bytes of a row beside its D numbers."""
+    return FACTOR_BYTES if native and dtype == "int8" else 0
 
 
 def layer_slots(spec: ModelSpec, kv: KVSpec, request: PlanRequest) -> tuple[int, ...]:
     """Slots of each layer's cache."""
-    if not request.rings:
+    if not request.native:
         return (kv.capacity,) * spec.num_layers
     return tuple(kv.ring_slots(window, request.chunk) for window in spec.windows)
 
@@ -197,12 +201,19 @@ def largest_capacity(spec: ModelSpec, footprint: Footprint, request: PlanRequest
     most = max(spec.max_context // CAPACITY_STEP, 1) * CAPACITY_STEP
     if budget_bytes is None:
         return most
-    whole = replace(request, rings=False)
-    step = _total(spec, footprint, whole, MIN_CAPACITY + CAPACITY_STEP) - _total(spec, footprint, whole, MIN_CAPACITY)
+    step = _step_bytes(spec, footprint, request)
     capacity = most  # downwards, because the total falls where a layer's own ring becomes possible
     while capacity > MIN_CAPACITY and (excess := _total(spec, footprint, request, capacity) - budget_bytes) > 0:
         capacity -= -(-excess // step) * CAPACITY_STEP  # no step saves more
     return max(capacity, MIN_CAPACITY)
+
+
+def _step_bytes(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -> int:
+    """What CAPACITY_STEP more tokens take where every layer has a slot for each."""
+    rows = slot_bytes(spec, request.dtype, request.native) - slot_bytes(spec, request.dtype, False)
+    whole = replace(request, native=False)
+    totals = [_total(spec, footprint, whole, MIN_CAPACITY + more) for more in (0, CAPACITY_STEP)]
+    return totals[1] - totals[0] + rows * spec.num_layers * CAPACITY_STEP
 
 
 def tokens_that_fit(spec: ModelSpec, footprint: Footprint, request: PlanRequest, budget_bytes: int) -> int:
@@ -230,11 +241,12 @@ def _total(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity
 def _cache_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> tuple[PlanLine, ...]:
     """The cache, and apart from it the layers that hold only a window."""
     slots = layer_slots(spec, kv, request)
-    size = slot_bytes(spec, kv.dtype)
+    size, extra = slot_bytes(spec, kv.dtype, request.native), row_extra_bytes(kv.dtype, request.native)
+    row, bits = (f"(D + {extra})", spec.head_dim + extra) if extra else ("D", spec.head_dim)
     lines = []
     for count in sorted(set(slots), reverse=True):
         whole, layers = count == kv.capacity, slots.count(count)
-        formula = f"2 L K {'C' if whole else 'R'} D = 2 x {layers} x {spec.num_kv_heads} x {count} x {spec.head_dim}"
+        formula = f"2 L K {'C' if whole else 'R'} {row} = 2 x {layers} x {spec.num_kv_heads} x {count} x {bits}"
         name = f"cache ({kv.dtype})" if whole else "cache, own rings"
         lines.append(PlanLine(name, size * layers * count, f"{formula} of {BITS[kv.dtype]} bits"))
     return tuple(lines)
@@ -274,7 +286,7 @@ def _weight_lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -
 def _rope_line(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> PlanLine:
     """A ring is read with the angles of one run's tokens; rows that move, with tables of all positions."""
     half, count = spec.head_dim // 2, len(spec.ropes)
-    if request.rings or request.torch:
+    if request.native or request.torch:
         return PlanLine(
             "RoPE angles", 16 * count * request.chunk * half, f"{request.chunk} tokens x {4 * count} D/2 x 4 bytes"
         )

@@ -18,6 +18,9 @@ KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 BITS: dict[KVDtype, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp16": 16, "float": 32}
 
+FACTOR_BYTES = 2
+"""Of a row's own factor, which edgekv's operator stores with an INT8 row of D codes (kv/rows.py)."""
+
 MIN_CAPACITY = 64
 """Below this no chat template plus an answer fits, so it is refused rather than tried."""
 

@@ -100,11 +100,15 @@ int main(int argc, char** argv) {
   const int kv_heads = argument(4, 3), dim = argument(5, 64), tokens = argument(6, 1), threads = argument(7, 2);
   const int rounds = tokens > 1 ? 9 : 61;
   const Kernels& kernels = *best_kernels(CacheType::kInt8, argc > 8 ? argv[8] : nullptr);
-  const size_t part = static_cast<size_t>(kv_heads) * slots * dim;
+  const size_t part = static_cast<size_t>(kv_heads) * slots * (dim + kFactorBytes);
   std::vector<int8_t> memory(2 * part * layers + 64);
   int8_t* cache = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;  // as the engine has it
   std::mt19937 random(1);
   for (int8_t& x : memory) x = static_cast<int8_t>(random() % 255 - 127);
+  for (size_t head = 0; head < size_t{2} * layers * kv_heads; head++) {  // factors of about 1
+    int8_t* factors = cache + head * slots * (dim + kFactorBytes) + static_cast<size_t>(slots) * dim;
+    for (int slot = 0; slot < slots; slot++) factors[2 * slot + 1] = 63;
+  }
   std::vector<float> qkv(static_cast<size_t>(tokens) * (heads + 2 * kv_heads) * dim), scale(kv_heads * dim, 0.02f);
   for (float& x : qkv) x = static_cast<float>(random() % 2001) / 1000.0f - 1;
   std::vector<float> angle(static_cast<size_t>(tokens) * dim / 2, 0.7f), out(static_cast<size_t>(tokens) * heads * dim);

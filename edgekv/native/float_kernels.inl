@@ -1,7 +1,7 @@
 // Members of every `simd` struct: scores and weighted sums over a float cache, on the struct's own float vectors.
 
 template <int R>
-static void score_rows(const uint8_t* queries, const float* keys, int dim, float* out, int stride) {
+EDGEKV_APART static void score_rows(const uint8_t* queries, const float* keys, int dim, float* out, int stride) {
   constexpr int N = kBlock / kWidth;
   F sums[R][N];
   EDGEKV_UNROLL
@@ -28,8 +28,8 @@ static void score_rows(const uint8_t* queries, const float* keys, int dim, float
   }
 }
 
-static void score(int rows, const uint8_t* queries, const int32_t*, const float* keys, int dim, float* out,
-                  int stride) {
+static void score(int rows, const uint8_t* queries, const int32_t*, const float* keys, const float*, int dim,
+                  float* out, int stride) {
   switch (rows) {
     case 4: return score_rows<4>(queries, keys, dim, out, stride);
     case 3: return score_rows<3>(queries, keys, dim, out, stride);
@@ -40,8 +40,8 @@ static void score(int rows, const uint8_t* queries, const int32_t*, const float*
 
 // Slots outside low .. high - 1 are not read at all: a float may hold anything, and 0 * NaN is NaN.
 template <int R, int N>
-static void weigh_columns(const uint8_t* weights, int stride, const float* values, int low, int high, int dim,
-                          float* out, const float* alpha, const float* beta) {
+EDGEKV_APART static void weigh_columns(const uint8_t* weights, int stride, const float* values, int low, int high,
+                                       int dim, float* out, const float* alpha, const float* beta) {
   F sums[R][N];
   EDGEKV_UNROLL
   for (int r = 0; r < R; r++) {
@@ -72,8 +72,8 @@ static void weigh_columns(const uint8_t* weights, int stride, const float* value
 }
 
 template <int R>
-static void weigh_rows(const uint8_t* weights, int stride, const float* values, int low, int high, int dim, float* out,
-                       const float* alpha, const float* beta) {
+EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const float* values, int low, int high, int dim,
+                                    float* out, const float* alpha, const float* beta) {
   int d = 0;
   for (; d + 4 * kWidth <= dim; d += 4 * kWidth) {
     weigh_columns<R, 4>(weights, stride, values + d, low, high, dim, out + d, alpha, beta);

@@ -11,6 +11,15 @@
 //     float   keys   [D][16 slots]                      values  [16 slots][D]
 //
 // In INT8 four channels (keys) or four slots (values) lie in one 32-bit word: what a dot-product instruction takes.
+// Behind a head's blocks come the factors of its rows, [slots], of 16 bits each (the upper half of a float32).
+//
+//     a value   v[d] = scale[d] * factor * code[d]
+//     a key     k[d] = scale[d] / n * factor * (H code)[d]
+//
+// The factor is the least that keeps every code of the row within 127: a row with small numbers is as finely divided as
+// one with large ones, and none is clipped. The channels of a key are mixed by a Hadamard matrix H (H H = n I) before,
+// because a few of them are much larger than the others and would leave these few codes. Queries are mixed alike, and
+// scores do not change. Values have no such channels. kv/rows.py says more.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +27,20 @@
 
 #include "unroll.h"
 
+// The innermost loops need every register for themselves: inlined into all that is around them, they keep accumulators
+// on the stack.
+#if defined(_MSC_VER)
+#define EDGEKV_APART __declspec(noinline)
+#else
+#define EDGEKV_APART __attribute__((noinline))
+#endif
+
 namespace edgekv {
 
 constexpr int kBlock = 16;    // slots in a block
 constexpr int kMaxDim = 256;  // head sizes are multiples of 16 up to this
 constexpr int kMaxRows = 32;  // query rows that one unit of work handles
+constexpr int kFactorBytes = 2;  // of a row in INT8
 constexpr int kMaxTurned = 32;  // pairs of channels whose centre is taken out of the keys
 
 enum class CacheType { kFloat, kInt8 };
@@ -48,8 +66,8 @@ struct Problem {
   int64_t slots;  // allocated: C rounded up to whole blocks
   State state;
   const float* qkv;  // [T, (H + 2 K) D]
-  void* keys;        // [K, slots, D], in blocks
-  void* values;      // [K, slots, D], in blocks
+  void* keys;        // [K, slots, D] in blocks, in INT8 with the [slots] factors behind each head's
+  void* values;      // the same
   const float* k_scale;     // [K, D], INT8 only
   const float* v_scale;     // [K, D], INT8 only
   int half;                 // R / 2 of the R <= D channels that are rotated; 0: none, and the angles may be null
@@ -102,6 +120,9 @@ struct Kernels {
   void (*append)(const Problem&, int64_t first, int64_t last);  // new tokens first .. last - 1
   void (*attend)(const Problem&, const Layout&, const Unit&);
 };
+
+// How many neighbouring channels of a key are mixed, n: the largest power of two that divides D.
+inline int mixed(int dim) { return dim & -dim; }
 
 // The slot of a cached token (counted without the evicted ones).
 inline int64_t slot_of(const State& s, int64_t token) {

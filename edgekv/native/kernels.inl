@@ -7,15 +7,17 @@
 //
 // Attention of one unit, FlashAttention's online softmax (Dao et al., arXiv 2205.14135) over tiles of slots:
 //
-//     scores    raw[r][s] = sum_d q[r][d] k[s][d]           q has the softmax scale and K's channel scales folded in
+//     scores    raw[r][s] = kf[s] sum_d q[r][d] k[s][d]     q has the softmax scale and K's channel scales folded in
+//                                                           and is mixed as k is; kf is the factor of the slot's key
 //     softmax   p[r][s] = exp(raw - maximum of the tile)    relative to the tile, so a sink elsewhere costs no digits
-//     weigh     o[r][d] = o[r][d] alpha + beta sum_s p[r][s] v[s][d]
+//     weigh     o[r][d] = o[r][d] alpha + beta sum_s p[r][s] vf[s] v[s][d]
 //
 // Where keys are held less their centre c, the score of the key at position n is q . R(n) (k - c) + q . R(n) c, and of a
 // pair of channels the latter is (q1 c1 + q2 c2) cos(n w) + (q2 c1 - q1 c2) sin(n w): two products a pair and slot.
 //
-// In INT8 q and p are integers of 15 or 16 bits, so that both sums are integer dot products over the stored codes:
-// exact, and nothing is ever dequantised. V's channel scales are applied to the output.
+// In INT8 q and p vf are integers of 15 or 16 bits, so that both sums are integer dot products over the stored codes:
+// exact, and nothing is ever dequantised. The integers of p vf are relative to the tile's largest: a sink with a large
+// weight and a small value must not cost the others their digits. V's channel scales are applied to the output.
 
 #include <math.h>
 #include <string.h>
@@ -26,6 +28,7 @@ namespace {
 constexpr float kLog2e = 1.44269504088896f;
 constexpr float kMasked = -3e38f;
 constexpr float kTinyScale = 1e-30f;  // of a query that is all zeros: masked scores must stay far below the others
+constexpr float kLeastFactor = 0x1p-64f, kLargestFactor = 0x1p64f;  // beyond, a row is as good as 0 or not finite
 constexpr int kTileScores = 8192;     // rows * slots of a tile
 constexpr int kMaxTileSlots = 1024;   // the integer sums of `weigh` fit 32 bits up to here
 constexpr int kAheadLines = 4;        // cache lines asked for with every vector of weights
@@ -34,9 +37,19 @@ constexpr int kMaxTileCodes = 65536;  // slots * D: keys of a tile stay in the s
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// The least float32 with 16 bits of zeros at its end that is not below a positive x.
+inline float round_up(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits = (bits + 0xFFFFu) & 0xFFFF0000u;
+  memcpy(&x, &bits, sizeof bits);
+  return x;
+}
+
 // The cache in INT8.
 struct Int8 {
   using Element = int8_t;
+  static constexpr int kFactorBytes = edgekv::kFactorBytes;
   using Query = uint8_t;   // 2 D bytes a row, as simd::encode_query writes them
   using Weight = uint8_t;  // 2 bytes a slot, as simd::encode_weights writes them
   static constexpr int kQueryBytes = 2;
@@ -44,8 +57,19 @@ struct Int8 {
   static constexpr int kScoreRows = simd::kInt8ScoreRows;
   static constexpr int kWeighRows = simd::kInt8WeighRows;
 
-  static int64_t key_at(int slot, int d) { return (d / 4) * 4 * kBlock + slot * 4 + d % 4; }
+  static int64_t key_at(int slot, int d, int) { return (d / 4) * 4 * kBlock + slot * 4 + d % 4; }
   static int64_t value_at(int slot, int d, int dim) { return (slot / 4) * 4 * int64_t{dim} + d * 4 + slot % 4; }
+
+  // The least factor of 16 bits that keeps the codes of a row within 127; NaN does not count.
+  static float factor(const float* x, const float* scale, int dim) {
+    float largest = 0;
+    for (int d = 0; d < dim; d++) {
+      const float size = fabsf(scale ? x[d] / scale[d] : x[d]);
+      largest = size > largest ? size : largest;
+    }
+    const float least = largest / 127.0f;
+    return round_up(least > kLeastFactor ? (least < kLargestFactor ? least : kLargestFactor) : kLeastFactor);
+  }
 
   static int8_t encode(float x, float scale) {
     const float code = nearbyintf(x / scale);
@@ -57,15 +81,32 @@ struct Int8 {
 // The cache in float32.
 struct Float {
   using Element = float;
+  static constexpr int kFactorBytes = 0;
   static constexpr int kQueryBytes = 4;
   static constexpr int kWeightBytes = 4;
   static constexpr int kScoreRows = 4;
   static constexpr int kWeighRows = 3;
 
-  static int64_t key_at(int slot, int d) { return d * kBlock + slot; }
+  static int64_t key_at(int slot, int d, int) { return d * kBlock + slot; }
   static int64_t value_at(int slot, int d, int dim) { return int64_t{slot} * dim + d; }
+  static float factor(const float*, const float*, int) { return 1.0f; }
   static float encode(float x, float) { return x; }
 };
+
+// Where one KV head's keys (or values) are.
+template <class Cache>
+struct Rows {
+  typename Cache::Element* codes;  // [slots, D] in blocks
+  uint16_t* factors;               // [slots], INT8 only
+};
+
+template <class Cache>
+Rows<Cache> rows_of(const Problem& p, void* part, int64_t kv_head) {
+  using Element = typename Cache::Element;
+  const int64_t codes = p.slots * p.dim * static_cast<int64_t>(sizeof(Element));
+  uint8_t* head = static_cast<uint8_t*>(part) + kv_head * (codes + p.slots * Cache::kFactorBytes);
+  return {reinterpret_cast<Element*>(head), reinterpret_cast<uint16_t*>(head + codes)};
+}
 
 // ---------------------------------------------------------------------------------------------------- append
 
@@ -81,9 +122,44 @@ inline void rotate(const Problem& p, const float* x, int64_t token, bool pinned,
   for (int d = 2 * half; d < p.dim; d++) out[d] = x[d];
 }
 
+// Write a row of D numbers with the scales of its channels, or none; `at` says where in a block they lie.
+template <class Cache>
+void store_row(const Problem& p, const Rows<Cache>& rows, int64_t slot, const float* x, const float* scale,
+               int64_t (*at)(int slot, int d, int dim)) {
+  typename Cache::Element* block = rows.codes + slot / kBlock * kBlock * p.dim;
+  const int place = static_cast<int>(slot % kBlock);
+  const float factor = Cache::factor(x, scale, p.dim);
+  for (int d = 0; d < p.dim; d++) block[at(place, d, p.dim)] = Cache::encode(x[d], scale ? scale[d] * factor : factor);
+  if constexpr (Cache::kFactorBytes != 0) {
+    uint32_t bits;
+    memcpy(&bits, &factor, sizeof bits);
+    rows.factors[slot] = static_cast<uint16_t>(bits >> 16);
+  }
+}
+
+// Mix channels with Sylvester's Hadamard matrix, H[i][j] = (-1)^popcount(i & j), in groups as large as the power of two
+// that D has. Every stage pairs the two halves and interleaves the results, which the compiler turns into vectors.
+inline void mix(float* x, int dim) {
+  const int n = mixed(dim), half = n / 2;
+  float other[kMaxDim];
+  for (int first = 0; first < dim; first += n) {
+    float *from = x + first, *to = other;
+    for (int stage = 1; stage < n; stage *= 2) {
+      for (int i = 0; i < half; i++) {
+        const float low = from[i], high = from[i + half];
+        to[2 * i] = low + high;
+        to[2 * i + 1] = low - high;
+      }
+      float* done = to;
+      to = from;
+      from = done;
+    }
+    if (from != x + first) memcpy(x + first, from, n * sizeof(float));
+  }
+}
+
 template <class Cache>
 void append_row(const Problem& p, int64_t token, int kv_head) {
-  using Element = typename Cache::Element;
   const int dim = p.dim;
   const int64_t cached = p.state.before + token;
   const int64_t slot = slot_of(p.state, cached);
@@ -94,20 +170,18 @@ void append_row(const Problem& p, int64_t token, int kv_head) {
   const float* value = row + int64_t{p.heads + p.kv_heads + kv_head} * dim;
   const float* k_scale = p.k_scale ? p.k_scale + int64_t{kv_head} * dim : nullptr;
   const float* v_scale = p.v_scale ? p.v_scale + int64_t{kv_head} * dim : nullptr;
-  const int64_t block = (kv_head * p.slots + slot / kBlock * kBlock) * dim;
-  Element* keys = static_cast<Element*>(p.keys) + block;
-  Element* values = static_cast<Element*>(p.values) + block;
-  const int place = static_cast<int>(slot % kBlock);
   float rotated[kMaxDim], left[kMaxDim];
   if (p.centre) {
     for (int d = 0; d < dim; d++) left[d] = key[d] - p.centre[int64_t{kv_head} * dim + d];
     key = left;
   }
   rotate(p, key, token, pinned, rotated);
-  for (int d = 0; d < dim; d++) {
-    keys[Cache::key_at(place, d)] = Cache::encode(rotated[d], k_scale ? k_scale[d] : 1.0f);
-    values[Cache::value_at(place, d, dim)] = Cache::encode(value[d], v_scale ? v_scale[d] : 1.0f);
+  if constexpr (Cache::kFactorBytes != 0) {
+    for (int d = 0; d < dim; d++) rotated[d] /= k_scale[d];
+    mix(rotated, dim);
   }
+  store_row<Cache>(p, rows_of<Cache>(p, p.keys, kv_head), slot, rotated, nullptr, Cache::key_at);
+  store_row<Cache>(p, rows_of<Cache>(p, p.values, kv_head), slot, value, v_scale, Cache::value_at);
 }
 
 template <class Cache>
@@ -129,15 +203,30 @@ struct alignas(64) Work {
   float query_scale[2][kMaxRows];                         // a raw score times this is the score
   int32_t query_sum[2][kMaxRows];                         // for simd::score
   float turn[2][kMaxRows][2 * kMaxTurned];                // of cos and of sin in a raw score, for each pair
+  float factors[2][kMaxTileSlots];                        // of the tile's keys and values; 0 where no row sees them
   float maximum[kMaxRows];                                // running, in scores
-  float sum[kMaxRows];                                    // running, in the units of the weights
-  float alpha[kMaxRows];
-  float beta[kMaxRows];
+  float sum[kMaxRows];                                    // running, of the weights
+  float alpha[kMaxRows];                                  // what a tile multiplies the running sums by
+  float beta[kMaxRows];                                   // and its own sum over the integers of its weights
   bool finite[kMaxRows];
   int tile_slots;         // the stride of scores and weights
   const char* ahead;      // the memory to ask for while weights are made, up to
   const char* ahead_end;  // here
 };
+
+// The largest of |x|, and a check that is 0 where all of them are finite, and else NaN.
+inline float largest_size(const float* x, int dim, float* check) {
+  using F = typename simd::F;
+  const F zero = simd::set(0.0f);
+  F largest = zero, sum = zero;
+  for (int d = 0; d < dim; d += simd::kWidth) {
+    const F number = simd::load(x + d);
+    largest = simd::max(largest, simd::max(number, simd::sub(zero, number)));
+    sum = simd::fma(number, zero, sum);
+  }
+  *check = simd::total(sum);
+  return simd::largest(largest);
+}
 
 // What a rotated query makes of the centre: the factors of each pair's cos and sin in its scores.
 inline void turn_query(const Problem& p, int kv_head, const float* q, float* turn) {
@@ -160,13 +249,11 @@ void prepare_query(const Problem& p, const Unit& unit, int row, bool pinned, Wor
   const float* k_scale = p.k_scale ? p.k_scale + int64_t{unit.kv_head} * dim : nullptr;
   float* turn = work.turn[pinned][row];
   if (p.centre) turn_query(p, unit.kv_head, q, turn);
-  float largest = 0, check = 0;
-  for (int d = 0; d < dim; d++) {
-    q[d] *= k_scale ? k_scale[d] * p.scale : p.scale;
-    const float size = fabsf(q[d]);
-    largest = size > largest ? size : largest;
-    check += size * 0.0f;  // NaN as soon as one number is not finite
-  }
+  const float scale = Cache::kFactorBytes ? p.scale / static_cast<float>(mixed(dim)) : p.scale;  // H H = n I
+  for (int d = 0; d < dim; d++) q[d] *= k_scale ? k_scale[d] * scale : scale;
+  if constexpr (Cache::kFactorBytes != 0) mix(q, dim);
+  float check;
+  const float largest = largest_size(q, dim, &check);
   work.finite[row] = work.finite[row] && check == 0.0f;
   uint8_t* target = work.queries[pinned] + int64_t{row} * dim * Cache::kQueryBytes;
   if constexpr (Cache::kQueryBytes == 4) {
@@ -205,12 +292,23 @@ inline void prefetch(const void* start, int64_t bytes) {
 // Set what `soften_row` asks for: as many keys as this tile has, after it.
 template <class Cache>
 void plan_ahead(const Problem& p, const Unit& unit, int64_t slot, int slots, Work<Cache>& work) {
-  using Element = typename Cache::Element;
-  const int64_t next = (unit.kv_head * p.slots + slot + slots) * p.dim, end = p.kv_heads * p.slots * p.dim;
-  const int64_t last = reads_once<Cache>(unit) ? least(next + int64_t{slots} * p.dim, end) : next;
-  const Element* keys = static_cast<const Element*>(p.keys);
-  work.ahead = reinterpret_cast<const char*>(keys + next);
-  work.ahead_end = reinterpret_cast<const char*>(keys + last);
+  const auto* keys = rows_of<Cache>(p, p.keys, unit.kv_head).codes;
+  const int64_t next = slot + slots;
+  const int64_t last = reads_once<Cache>(unit) ? least(next + slots, p.slots) : next;
+  work.ahead = reinterpret_cast<const char*>(keys + next * p.dim);
+  work.ahead_end = reinterpret_cast<const char*>(keys + last * p.dim);
+}
+
+// Ask for what a unit needs first, the factors and a block of keys, before its queries are made.
+template <class Cache>
+void begin_reading(const Problem& p, const Unit& unit, const Segment& segment) {
+  const int64_t first = most(unit.first, segment.token), last = least(unit.last, segment.token + segment.count);
+  if (first >= last) return;
+  const int64_t slot = segment.slot + first - segment.token;
+  const Rows<Cache> keys = rows_of<Cache>(p, p.keys, unit.kv_head), values = rows_of<Cache>(p, p.values, unit.kv_head);
+  prefetch(keys.factors + slot, (last - first) * Cache::kFactorBytes);
+  prefetch(values.factors + slot, (last - first) * Cache::kFactorBytes);
+  prefetch(keys.codes + slot / kBlock * kBlock * p.dim, static_cast<int64_t>(sizeof *keys.codes) * kBlock * p.dim);
 }
 
 // The part of a tile that some rows see: slots low .. high - 1 of it, each row a part of these.
@@ -222,14 +320,23 @@ struct Tile {
   int low, high;
 };
 
+// The factors of the tile's rows as floats.
+inline void load_factors(const uint16_t* factors, const Tile& tile, float* out) {
+  for (int i = 0; i < tile.low; i++) out[i] = 0;
+  for (int i = tile.low; i < tile.high; i++) {
+    const uint32_t bits = uint32_t{factors[tile.slot + i]} << 16;
+    memcpy(out + i, &bits, sizeof bits);
+  }
+  for (int i = tile.high; i < tile.slots; i++) out[i] = 0;
+}
+
 // Rows of raw scores against consecutive blocks; rows go in groups that share each load of the keys.
 template <class Cache>
 void score_tile(const Problem& p, const Unit& unit, const Tile& tile, Work<Cache>& work) {
   using Element = typename Cache::Element;
-  const int64_t start = (unit.kv_head * p.slots + tile.slot) * p.dim;
   const int blocks = tile.slots / kBlock;
-  const Element* keys = static_cast<const Element*>(p.keys) + start;
-  const Element* values = static_cast<const Element*>(p.values) + start;
+  const Element* keys = rows_of<Cache>(p, p.keys, unit.kv_head).codes + tile.slot * p.dim;
+  const Element* values = rows_of<Cache>(p, p.values, unit.kv_head).codes + tile.slot * p.dim;
   const int64_t block_bytes = static_cast<int64_t>(sizeof(Element)) * kBlock * p.dim;
   const int64_t query_bytes = int64_t{p.dim} * Cache::kQueryBytes;
   for (int block = 0; block < blocks; block++, keys += kBlock * p.dim, values += kBlock * p.dim) {
@@ -242,7 +349,8 @@ void score_tile(const Problem& p, const Unit& unit, const Tile& tile, Work<Cache
       const int rows = static_cast<int>(least(Cache::kScoreRows, tile.last_row - row));
       const uint8_t* query = work.queries[tile.pinned] + row * query_bytes;
       float* out = work.scores + int64_t{row} * work.tile_slots + block * kBlock;
-      simd::score(rows, query, work.query_sum[tile.pinned] + row, keys, p.dim, out, work.tile_slots);
+      const float* factors = work.factors[0] + block * kBlock;
+      simd::score(rows, query, work.query_sum[tile.pinned] + row, keys, factors, p.dim, out, work.tile_slots);
       row += rows;
     }
   }
@@ -278,6 +386,16 @@ inline void cap_scores(float* scores, int slots, float query_scale, float softca
   }
 }
 
+// The integers of one row's weights, relative to the largest; returns what one of them stands for.
+inline float encode_row(const float* scores, float largest, int slots, int stride, uint8_t* weights) {
+  const float unit = largest / simd::kWeightLimit;
+  const auto inverse = simd::set(unit > 0.0f ? 1.0f / unit : 0.0f);
+  for (int i = 0; i < slots; i += simd::kWidth) {
+    simd::encode_weights(simd::mul(simd::load(scores + i), inverse), weights, stride, i);
+  }
+  return unit;
+}
+
 // Raw scores of one row -> weights, and what its running sums are to be multiplied by. Slots outside low .. high - 1
 // get the weight 0.
 template <class Cache>
@@ -295,31 +413,37 @@ void soften_row(const Problem& p, int row, int slots, int low, int high, float q
   const float raw = simd::largest(best);
   const F top = simd::set(raw), factor = simd::set(query_scale * kLog2e);
   uint8_t* weights = work.weights + int64_t{row} * work.tile_slots * Cache::kWeightBytes;
-  F sum = simd::set(0.0f);
+  F sum = simd::set(0.0f), peak = sum;
   for (int i = 0; i < slots; i += simd::kWidth) {
     for (int line = 0; line < kAheadLines && work.ahead < work.ahead_end; line++, work.ahead += 64) prefetch(work.ahead);
     const F weight = simd::exp2(simd::mul(simd::sub(simd::load(scores + i), top), factor));
     if constexpr (Cache::kWeightBytes == 4) {
       simd::store(reinterpret_cast<float*>(weights) + i, weight);
-      sum = simd::add(sum, weight);
     } else {
-      sum = simd::add(sum, simd::encode_weights(weight, weights, work.tile_slots, i));
+      const F scaled = simd::mul(weight, simd::load(work.factors[1] + i));
+      simd::store(scores + i, scaled);
+      peak = simd::max(peak, scaled);
     }
+    sum = simd::add(sum, weight);
+  }
+  float unit = 1.0f;
+  if constexpr (Cache::kWeightBytes != 4) {
+    unit = encode_row(scores, simd::largest(peak), slots, work.tile_slots, weights);
   }
   const float tile_maximum = raw * query_scale;
   const float before = work.maximum[row];
   const float maximum = tile_maximum > before ? tile_maximum : before;
   work.alpha[row] = before == maximum ? 1.0f : expf(before - maximum);
-  work.beta[row] = tile_maximum == maximum ? 1.0f : expf(tile_maximum - maximum);
+  const float beta = tile_maximum == maximum ? 1.0f : expf(tile_maximum - maximum);
+  work.beta[row] = beta * unit;
   work.maximum[row] = maximum;
-  work.sum[row] = work.sum[row] * work.alpha[row] + work.beta[row] * simd::total(sum);
+  work.sum[row] = work.sum[row] * work.alpha[row] + beta * simd::total(sum);
 }
 
 // o = o alpha + beta sum p v for the tile's rows.
 template <class Cache>
 void weigh_tile(const Problem& p, const Unit& unit, const Tile& tile, Work<Cache>& work) {
-  using Element = typename Cache::Element;
-  const Element* values = static_cast<const Element*>(p.values) + (unit.kv_head * p.slots + tile.slot) * p.dim;
+  const auto* values = rows_of<Cache>(p, p.values, unit.kv_head).codes + tile.slot * p.dim;
   for (int row = tile.first_row; row < tile.last_row; row += Cache::kWeighRows) {
     const int rows = static_cast<int>(least(Cache::kWeighRows, tile.last_row - row));
     const uint8_t* weights = work.weights + int64_t{row} * work.tile_slots * Cache::kWeightBytes;
@@ -355,16 +479,19 @@ void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int
   while (tile.first_row < tile.last_row && !sees(tile.first_row)) tile.first_row++;
   while (tile.first_row < tile.last_row && !sees(tile.last_row - 1)) tile.last_row--;
   if (tile.first_row == tile.last_row) return;
+  tile.low = static_cast<int>(most(visible(p, unit, segment, tile.first_row).begin - slot, 0));
+  tile.high = static_cast<int>(least(visible(p, unit, segment, tile.last_row - 1).end - slot, slots));
+  if constexpr (Cache::kFactorBytes != 0) {
+    load_factors(rows_of<Cache>(p, p.keys, unit.kv_head).factors, tile, work.factors[0]);
+    load_factors(rows_of<Cache>(p, p.values, unit.kv_head).factors, tile, work.factors[1]);
+  }
   score_tile(p, unit, tile, work);
   plan_ahead(p, unit, slot, slots, work);
-  tile.low = slots;
   for (int row = tile.first_row; row < tile.last_row; row++) {
     const Span span = visible(p, unit, segment, row);
     const int low = static_cast<int>(most(span.begin - slot, 0)), high = static_cast<int>(least(span.end - slot, slots));
     if (p.centre) add_centre(p, tile, row, work);
     soften_row(p, row, slots, low, high, work.query_scale[segment.pinned][row], work);
-    tile.low = low < tile.low ? low : tile.low;
-    tile.high = high > tile.high ? high : tile.high;
   }
   weigh_tile(p, unit, tile, work);
 }
@@ -414,6 +541,7 @@ void attend(const Problem& p, const Layout& layout, const Unit& unit) {
     work.finite[row] = true;
   }
   bool ready[2] = {false, false};
+  for (int i = 0; i < layout.count && reads_once<Cache>(unit); i++) begin_reading<Cache>(p, unit, layout.segments[i]);
   for (int i = 0; i < layout.count; i++) {
     const Segment& segment = layout.segments[i];
     if (segment.token >= unit.last || segment.token + segment.count <= unit.first) continue;

@@ -50,6 +50,7 @@ struct simd {
 
   // Queries and weights are int16: madd multiplies them with codes widened to int16 and adds neighbours.
   static constexpr float kQueryLimit = 32639.0f;
+  static constexpr float kWeightLimit = 32767.0f;
   static constexpr int kInt8ScoreRows = 4;
   static constexpr int kInt8WeighRows = 3;
 
@@ -78,7 +79,8 @@ struct simd {
   }
 
   template <int R>
-  static void score_rows(const uint8_t* queries, const int8_t* keys, int dim, float* out, int stride) {
+  static void score_rows(const uint8_t* queries, const int8_t* keys, const float* factors, int dim, float* out,
+                         int stride) {
     for (int half = 0; half < kBlock; half += 8) {  // eight slots at a time, so that the sums stay in registers
       __m256i sums[R][2];
       EDGEKV_UNROLL
@@ -94,30 +96,31 @@ struct simd {
         }
       }
       EDGEKV_UNROLL
-      for (int r = 0; r < R; r++) store(out + int64_t{r} * stride + half, pair_sums(sums[r][0], sums[r][1]));
+      for (int r = 0; r < R; r++) {
+        store(out + int64_t{r} * stride + half, mul(pair_sums(sums[r][0], sums[r][1]), load(factors + half)));
+      }
     }
   }
 
-  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, int dim, float* out,
-                    int stride) {
+  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, const float* factors, int dim,
+                    float* out, int stride) {
     switch (rows) {
-      case 4: return score_rows<4>(queries, keys, dim, out, stride);
-      case 3: return score_rows<3>(queries, keys, dim, out, stride);
-      case 2: return score_rows<2>(queries, keys, dim, out, stride);
-      default: return score_rows<1>(queries, keys, dim, out, stride);
+      case 4: return score_rows<4>(queries, keys, factors, dim, out, stride);
+      case 3: return score_rows<3>(queries, keys, factors, dim, out, stride);
+      case 2: return score_rows<2>(queries, keys, factors, dim, out, stride);
+      default: return score_rows<1>(queries, keys, factors, dim, out, stride);
     }
   }
 
-  static F encode_weights(F weight, uint8_t* weights, int, int i) {
-    const __m256i codes = _mm256_cvtps_epi32(mul(weight, set(32767.0f)));
+  static void encode_weights(F weight, uint8_t* weights, int, int i) {
+    const __m256i codes = _mm256_cvtps_epi32(weight);
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(codes, codes), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + 2 * i), _mm256_castsi256_si128(packed));
-    return _mm256_cvtepi32_ps(codes);
   }
 
   template <int R>
-  static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
-                         float* out, const float* alpha, const float* beta) {
+  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high,
+                                      int dim, float* out, const float* alpha, const float* beta) {
     for (int column = 0; column < dim; column += 16) {  // 16 channels at a time, so that the sums stay in registers
       __m256i sums[R][4];
       EDGEKV_UNROLL

@@ -42,6 +42,7 @@ struct simd {
   }
 
   static constexpr float kQueryLimit = 32639.0f;  // 127 * 256 + 127
+  static constexpr float kWeightLimit = 65535.0f;
   static constexpr int kInt8ScoreRows = 8;
   static constexpr int kInt8WeighRows = 3;
 
@@ -86,12 +87,13 @@ struct simd {
   }
 
   template <int R>
-  static void score_rows(const uint8_t* queries, const int32_t* query_sums, const int8_t* keys, int dim, float* out,
-                         int stride) {
+  EDGEKV_APART static void score_rows(const uint8_t* queries, const int32_t* query_sums, const int8_t* keys,
+                                      const float* factors, int dim, float* out, int stride) {
     __m512i high[R], low[R];
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) high[r] = low[r] = _mm512_setzero_si512();
     const __m512i shift = _mm512_set1_epi8(-128);
+    const F factor = load(factors);
     for (int d = 0; d < dim; d += 4) {
       const __m512i k = _mm512_xor_si512(_mm512_loadu_si512(keys + d * kBlock), shift);
       EDGEKV_UNROLL
@@ -104,35 +106,35 @@ struct simd {
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
-      store(out + int64_t{r} * stride, _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(query_sums[r]))));
+      const F exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(query_sums[r])));
+      store(out + int64_t{r} * stride, mul(exact, factor));
     }
   }
 
-  static void score(int rows, const uint8_t* queries, const int32_t* sums, const int8_t* keys, int dim, float* out,
-                    int stride) {
+  static void score(int rows, const uint8_t* queries, const int32_t* sums, const int8_t* keys, const float* factors,
+                    int dim, float* out, int stride) {
     switch (rows) {
-      case 8: return score_rows<8>(queries, sums, keys, dim, out, stride);
-      case 7: return score_rows<7>(queries, sums, keys, dim, out, stride);
-      case 6: return score_rows<6>(queries, sums, keys, dim, out, stride);
-      case 5: return score_rows<5>(queries, sums, keys, dim, out, stride);
-      case 4: return score_rows<4>(queries, sums, keys, dim, out, stride);
-      case 3: return score_rows<3>(queries, sums, keys, dim, out, stride);
-      case 2: return score_rows<2>(queries, sums, keys, dim, out, stride);
-      default: return score_rows<1>(queries, sums, keys, dim, out, stride);
+      case 8: return score_rows<8>(queries, sums, keys, factors, dim, out, stride);
+      case 7: return score_rows<7>(queries, sums, keys, factors, dim, out, stride);
+      case 6: return score_rows<6>(queries, sums, keys, factors, dim, out, stride);
+      case 5: return score_rows<5>(queries, sums, keys, factors, dim, out, stride);
+      case 4: return score_rows<4>(queries, sums, keys, factors, dim, out, stride);
+      case 3: return score_rows<3>(queries, sums, keys, factors, dim, out, stride);
+      case 2: return score_rows<2>(queries, sums, keys, factors, dim, out, stride);
+      default: return score_rows<1>(queries, sums, keys, factors, dim, out, stride);
     }
   }
 
   // High digits of all the tile's slots, then low digits.
-  static F encode_weights(F weight, uint8_t* weights, int stride, int i) {
-    const __m512i codes = _mm512_cvtps_epi32(mul(weight, set(65535.0f)));
+  static void encode_weights(F weight, uint8_t* weights, int stride, int i) {
+    const __m512i codes = _mm512_cvtps_epi32(weight);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(codes, 8)));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + stride + i), _mm512_cvtepi32_epi8(codes));
-    return _mm512_cvtepi32_ps(codes);
   }
 
   template <int R, int N>
-  static void weigh_columns(const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
-                            float* out, const float* alpha, const float* beta) {
+  EDGEKV_APART static void weigh_columns(const uint8_t* weights, int stride, const int8_t* values, int low, int high,
+                                         int dim, float* out, const float* alpha, const float* beta) {
     __m512i coarse[R][N], fine[R][N];
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
@@ -167,8 +169,8 @@ struct simd {
   }
 
   template <int R>
-  static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
-                         float* out, const float* alpha, const float* beta) {
+  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high,
+                                      int dim, float* out, const float* alpha, const float* beta) {
     int d = 0;
     for (; d + 64 <= dim; d += 64) {
       weigh_columns<R, 4>(weights, stride, values + 4 * d, low, high, dim, out + d, alpha, beta);

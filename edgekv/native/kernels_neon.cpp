@@ -43,6 +43,7 @@ struct simd {
   }
 
   static constexpr float kQueryLimit = 32639.0f;  // 127 * 256 + 127
+  static constexpr float kWeightLimit = 32639.0f;
   static constexpr int kInt8ScoreRows = 3;
   static constexpr int kInt8WeighRows = 3;
 
@@ -65,7 +66,8 @@ struct simd {
   }
 
   template <int R>
-  static void score_rows(const uint8_t* queries, const int8_t* keys, int dim, float* out, int stride) {
+  EDGEKV_APART static void score_rows(const uint8_t* queries, const int8_t* keys, const float* factors, int dim,
+                                      float* out, int stride) {
     int32x4_t high[R][4], low[R][4];
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
@@ -92,35 +94,34 @@ struct simd {
       EDGEKV_UNROLL
       for (int i = 0; i < 4; i++) {
         const int32x4_t sum = vaddq_s32(vshlq_n_s32(high[r][i], 8), low[r][i]);
-        store(out + int64_t{r} * stride + 4 * i, vcvtq_f32_s32(sum));
+        store(out + int64_t{r} * stride + 4 * i, mul(vcvtq_f32_s32(sum), load(factors + 4 * i)));
       }
     }
   }
 
-  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, int dim, float* out,
-                    int stride) {
+  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, const float* factors, int dim,
+                    float* out, int stride) {
     switch (rows) {
-      case 3: return score_rows<3>(queries, keys, dim, out, stride);
-      case 2: return score_rows<2>(queries, keys, dim, out, stride);
-      default: return score_rows<1>(queries, keys, dim, out, stride);
+      case 3: return score_rows<3>(queries, keys, factors, dim, out, stride);
+      case 2: return score_rows<2>(queries, keys, factors, dim, out, stride);
+      default: return score_rows<1>(queries, keys, factors, dim, out, stride);
     }
   }
 
   // High digits of all the tile's slots, then low digits.
-  static F encode_weights(F weight, uint8_t* weights, int stride, int i) {
-    const int32x4_t codes = vcvtnq_s32_f32(mul(weight, set(32639.0f)));
+  static void encode_weights(F weight, uint8_t* weights, int stride, int i) {
+    const int32x4_t codes = vcvtnq_s32_f32(weight);
     const int32x4_t high = vshrq_n_s32(vaddq_s32(codes, vdupq_n_s32(128)), 8);
     const int32x4_t low = vsubq_s32(codes, vshlq_n_s32(high, 8));
     const int32x2_t digits = vreinterpret_s32_s8(vmovn_s16(vcombine_s16(vmovn_s32(high), vmovn_s32(low))));
     const int32_t words[2] = {vget_lane_s32(digits, 0), vget_lane_s32(digits, 1)};
     memcpy(weights + i, &words[0], sizeof words[0]);
     memcpy(weights + stride + i, &words[1], sizeof words[1]);
-    return vcvtq_f32_s32(codes);
   }
 
   template <int R>
-  static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
-                         float* out, const float* alpha, const float* beta) {
+  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high,
+                                      int dim, float* out, const float* alpha, const float* beta) {
     for (int column = 0; column < dim; column += 16) {
       int32x4_t coarse[R][4], fine[R][4];
       EDGEKV_UNROLL

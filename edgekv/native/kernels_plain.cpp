@@ -68,7 +68,8 @@ struct simd {
   }
 
   // INT8. Queries and weights are int16 here; other sets may hold them as two digits of 8 bits.
-  static constexpr float kQueryLimit = 32639.0f;  // the largest integer a query may hold
+  static constexpr float kQueryLimit = 32639.0f;   // the largest integer a query may hold
+  static constexpr float kWeightLimit = 32767.0f;  // and a weight
   static constexpr int kInt8ScoreRows = 4;
   static constexpr int kInt8WeighRows = 3;
 
@@ -81,9 +82,9 @@ struct simd {
     return 0;
   }
 
-  // Raw scores of `rows` queries (at most kInt8ScoreRows) against one block of keys.
-  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, int dim, float* out,
-                    int stride) {
+  // Raw scores of `rows` queries (at most kInt8ScoreRows) against one block of keys, times the keys' factors.
+  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, const float* factors, int dim,
+                    float* out, int stride) {
     for (int r = 0; r < rows; r++) {
       int32_t sums[kBlock] = {};
       for (int d = 0; d < dim; d += 4) {
@@ -94,20 +95,16 @@ struct simd {
           sums[s] += q[0] * k[4 * s] + q[1] * k[4 * s + 1] + q[2] * k[4 * s + 2] + q[3] * k[4 * s + 3];
         }
       }
-      for (int s = 0; s < kBlock; s++) out[int64_t{r} * stride + s] = static_cast<float>(sums[s]);
+      for (int s = 0; s < kBlock; s++) out[int64_t{r} * stride + s] = static_cast<float>(sums[s]) * factors[s];
     }
   }
 
-  // Weights 0 .. 1 of slots i .. i + kWidth - 1 as integers; returns those integers, for the sum. `weights` is the
-  // row's memory, of 2 * stride bytes.
-  static F encode_weights(F weight, uint8_t* weights, int, int i) {
+  // Weights 0 .. kWeightLimit of slots i .. i + kWidth - 1 as integers. `weights` is the row's memory, of 2 * stride
+  // bytes.
+  static void encode_weights(F weight, uint8_t* weights, int, int i) {
     int16_t codes[kWidth];
-    for (int j = 0; j < kWidth; j++) {
-      codes[j] = static_cast<int16_t>(weight.v[j] * 32767.0f + 0.5f);
-      weight.v[j] = codes[j];
-    }
+    for (int j = 0; j < kWidth; j++) codes[j] = static_cast<int16_t>(weight.v[j] + 0.5f);
     memcpy(weights + 2 * i, codes, sizeof codes);
-    return weight;
   }
 
   // o = o alpha + beta sum p v for `rows` rows (at most kInt8WeighRows), over the groups of 4 slots that hold slots

@@ -1,12 +1,13 @@
 // edgekv::CachedAttention as an operator of ONNX Runtime, domain "edgekv", CPU provider.
 //
 //     inputs    qkv      float [1, T, (H + 2 K) D]   packed queries, keys and values of the new tokens
-//               keys     int8 or float [1, K, slots, D]   the cache, written in place; kernels.h has its order
+//               keys     int8 [1, K, slots, D + 2] or float [1, K, slots, D]   the cache, written in place; kernels.h
+//                        has its order: in INT8 a head's codes and then the factors of its rows, two bytes each
 //               values   like keys
 //               state    int64 [4]   cached tokens before, evicted tokens, pinned tokens S, capacity C
 //               angles   float [4, T, R / 2]   cos and sin at the absolute positions, and less the evicted tokens, of
 //                        the R <= D channels that are rotated; left out where a layer rotates nothing
-//               scales   float [2, K, D]   of keys and of values; only with an INT8 cache
+//               scales   float [2, K, D]   of keys (before they are mixed) and of values; only with an INT8 cache
 //               centre   float [K, D]   what is taken out of keys before they turn; with the next two, or left out
 //               pairs    int64 [P]   where the centre is not zero: channels pairs[i] and pairs[i] + R / 2
 //               turns    float [2, P, slots]   cos and sin of those pairs at the angle of each slot's key
@@ -68,10 +69,10 @@ class Kernel {
     require(qkv.is(ort::kFloat, 3) && qkv.dims[0] == 1, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
     require(keys.type == ort::kInt8 || keys.type == ort::kFloat, "CachedAttention: the cache is neither int8 nor float");
     require(keys.is(keys.type, 4) && keys.dims[0] == 1 && keys.dims[1] == kv_heads_,
-            "CachedAttention: keys are not [1, K, slots, D]");
+            "CachedAttention: keys are not [1, K, slots, D] (in INT8 D + 2)");
     require(values.is(keys.type, 4), "CachedAttention: values are not of the type of keys");
     for (int i = 0; i < 4; i++) require(values.dims[i] == keys.dims[i], "CachedAttention: values have not keys' shape");
-    const int64_t tokens = qkv.dims[1], dim = keys.dims[3];
+    const int64_t tokens = qkv.dims[1], dim = keys.dims[3] - (keys.type == ort::kInt8 ? kFactorBytes : 0);
     require(qkv.dims[2] == (heads_ + 2 * kv_heads_) * dim, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
     require(state.is(ort::kInt64, 1) && state.dims[0] == 4, "CachedAttention: state is not int64 [4]");
     Problem problem{};

@@ -1,8 +1,9 @@
 // The operator's body against a loop in float64, for every instruction set that this machine runs.
 //
 // Random shapes, lengths, rings that have wrapped, pinned prefixes and scales. What is compared: the rows that were
-// written (codes may differ by one where the float64 quotient is a tie), every other byte of the cache (must not have
-// changed), and the output, given the rows as stored: at most 1e-3 of the row's length away.
+// written (each factor the least that fits, in 16 bits; codes may differ by one where the float64 quotient is a tie),
+// every other byte of the cache (must not have changed), and the output, given the rows as stored: at most 1e-3 of the
+// row's length away.
 //
 //     test_attention [rounds] [seed]
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
@@ -45,6 +47,7 @@ struct Case {
   int half = -1;                 // pairs that are rotated; -1: all
   double k_size = 1, v_size = 1;  // how large keys and values are
   bool flat = false;              // queries of almost nothing: attention spread over all slots
+  double uneven = 0.3;            // how much the lengths of values differ: the deviation of their logarithm
 
   int pairs() const { return half < 0 ? dim / 2 : half; }
 };
@@ -52,10 +55,39 @@ struct Case {
 // Everything that a problem points at.
 struct Memory {
   std::vector<float> qkv, k_scale, v_scale, cos, sin, cos_pinned, sin_pinned, out;
-  std::vector<int8_t> codes[2];
+  std::vector<int8_t> codes[2];      // [K, slots, D] in blocks
+  std::vector<uint16_t> factors[2];  // [K, slots]
+  std::vector<uint8_t> bytes[2];     // both, as the operator has them
   std::vector<float> floats[2];
   Problem problem{};
 };
+
+uint16_t upper_half(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+double as_float(uint16_t half) {
+  const uint32_t bits = uint32_t{half} << 16;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Each head's codes and the factors behind them, put together for the operator or taken apart again.
+void exchange(Memory& m, bool together) {
+  const size_t slots = static_cast<size_t>(m.problem.slots), codes = slots * m.problem.dim;
+  for (int part = 0; part < 2; part++) {
+    m.bytes[part].resize(m.problem.kv_heads * (codes + 2 * slots));
+    for (int head = 0; head < m.problem.kv_heads; head++) {
+      uint8_t* at = m.bytes[part].data() + head * (codes + 2 * slots);
+      void *first = m.codes[part].data() + head * codes, *second = m.factors[part].data() + head * slots;
+      std::memcpy(together ? at : first, together ? first : at, codes);
+      std::memcpy(together ? at + codes : second, together ? second : at + codes, 2 * slots);
+    }
+  }
+}
 
 double angle(int64_t position, int d, int dim) { return position * std::pow(10000.0, -2.0 * d / dim); }
 
@@ -78,17 +110,20 @@ Memory make(const Case& c, std::mt19937& random) {
   const int heads = c.group * c.kv_heads;
   const int64_t slots = c.state.ring ? c.state.ring : (c.state.capacity + kBlock - 1) / kBlock * kBlock;
   const size_t channels = static_cast<size_t>(c.kv_heads) * c.dim, items = channels * slots;
+  const double uneven[2] = {0.3, c.uneven};  // keys less: long ones make scores that no model has
   std::vector<double> k_spread(channels), v_spread(channels);
   for (size_t i = 0; i < channels; i++) {
     k_spread[i] = c.k_size * std::exp(0.5 * normal(random));
     v_spread[i] = c.v_size * std::exp(0.5 * normal(random));
     m.k_scale.push_back(static_cast<float>(k_spread[i] * 4 / 127));
-    m.v_scale.push_back(static_cast<float>(v_spread[i] * 3 / 127));  // a few values saturate
+    m.v_scale.push_back(static_cast<float>(v_spread[i] * 3 / 127));
   }
   for (int64_t t = 0; t < c.tokens; t++) {
     for (int i = 0; i < heads * c.dim; i++) m.qkv.push_back(static_cast<float>(normal(random) * (c.flat ? 1e-3 : 2)));
-    for (double spread : k_spread) m.qkv.push_back(static_cast<float>(normal(random) * spread));
-    for (double spread : v_spread) m.qkv.push_back(static_cast<float>(normal(random) * spread));
+    for (int part = 0; part < 2; part++) {
+      const double length = std::exp(uneven[part] * normal(random));
+      for (double x : part ? v_spread : k_spread) m.qkv.push_back(static_cast<float>(normal(random) * x * length));
+    }
   }
   fill_angles(m, c);
   for (int part = 0; part < 2; part++) {
@@ -97,6 +132,8 @@ Memory make(const Case& c, std::mt19937& random) {
       m.codes[part].push_back(static_cast<int8_t>(std::clamp(normal(random) * 35, -128.0, 127.0)));
       m.floats[part].push_back(static_cast<float>(normal(random) * spread[0]));
     }
+    m.factors[part].resize(static_cast<size_t>(c.kv_heads * slots));
+    for (uint16_t& x : m.factors[part]) x = upper_half(static_cast<float>(std::exp(uneven[part] * normal(random))));
   }
   m.out.assign(static_cast<size_t>(c.tokens) * heads * c.dim, std::numeric_limits<float>::quiet_NaN());
   Problem& p = m.problem;
@@ -119,8 +156,9 @@ void connect(Memory& m) {
   Problem& p = m.problem;
   const bool int8 = p.type == CacheType::kInt8;
   p.qkv = m.qkv.data();
-  p.keys = int8 ? static_cast<void*>(m.codes[0].data()) : m.floats[0].data();
-  p.values = int8 ? static_cast<void*>(m.codes[1].data()) : m.floats[1].data();
+  exchange(m, true);
+  p.keys = int8 ? static_cast<void*>(m.bytes[0].data()) : m.floats[0].data();
+  p.values = int8 ? static_cast<void*>(m.bytes[1].data()) : m.floats[1].data();
   p.k_scale = int8 ? m.k_scale.data() : nullptr;
   p.v_scale = int8 ? m.v_scale.data() : nullptr;
   p.cos = m.cos.data();
@@ -138,11 +176,48 @@ size_t place(const Problem& p, bool value, int head, int64_t slot, int d) {
   return base + (value ? (s / 4 * p.dim + d) * 4 + s % 4 : (d / 4 * 16 + s) * 4 + d % 4);
 }
 
+// A number as it is stored: of a value, of a key in float, or of a mixed key.
 double stored(const Memory& m, bool value, int head, int64_t slot, int d) {
   const size_t at = place(m.problem, value, head, slot, d);
   if (m.problem.type == CacheType::kFloat) return m.floats[value][at];
-  const auto& scale = value ? m.v_scale : m.k_scale;
-  return static_cast<double>(m.codes[value][at]) * scale[static_cast<size_t>(head) * m.problem.dim + d];
+  const double factor = as_float(m.factors[value][static_cast<size_t>(head * m.problem.slots + slot)]);
+  if (value) return m.codes[value][at] * factor * m.v_scale[static_cast<size_t>(head) * m.problem.dim + d];
+  return m.codes[value][at] * factor;
+}
+
+int sign(int i, int j) {
+  int both = i & j, sum = 0;
+  for (; both; both /= 2) sum += both % 2;
+  return sum % 2 ? -1 : 1;
+}
+
+// H x for each group of n channels, by definition.
+std::vector<double> mixed_row(const std::vector<double>& x) {
+  const int dim = static_cast<int>(x.size()), n = dim & -dim;
+  std::vector<double> y(dim);
+  for (int i = 0; i < dim; i++) {
+    for (int j = 0; j < n; j++) y[i] += sign(i % n, j) * x[i / n * n + j];
+  }
+  return y;
+}
+
+// A row of keys as it stands for, [D].
+std::vector<double> stored_key(const Memory& m, int head, int64_t slot) {
+  std::vector<double> key(m.problem.dim);
+  for (int d = 0; d < m.problem.dim; d++) key[d] = stored(m, false, head, slot, d);
+  if (m.problem.type == CacheType::kFloat) return key;
+  key = mixed_row(key);
+  for (int d = 0; d < m.problem.dim; d++) {
+    key[d] *= double{m.k_scale[static_cast<size_t>(head) * m.problem.dim + d]} / (m.problem.dim & -m.problem.dim);
+  }
+  return key;
+}
+
+// What is stored of a key, but for its rounding.
+std::vector<double> to_store(const Problem& p, std::vector<double> key, int head) {
+  if (p.type == CacheType::kFloat) return key;
+  for (int d = 0; d < p.dim; d++) key[d] /= p.k_scale[head * p.dim + d];
+  return mixed_row(key);
 }
 
 int64_t wanted_slot(const State& s, int64_t cached) {
@@ -163,30 +238,45 @@ std::vector<double> rotated(const Problem& p, const float* x, int64_t token, boo
   return y;
 }
 
+// The factor of a row is the least that keeps its codes within 127, rounded up to 8 bits of mantissa.
+bool check_factor(double found, const double* row, const float* scale, int dim) {
+  double largest = 0;
+  for (int d = 0; d < dim; d++) largest = std::max(largest, std::fabs(row[d]) / (scale ? scale[d] : 1));
+  const double least = std::max(largest / 127, std::ldexp(1, -64));
+  if (found >= least * (1 - 1e-5) && found <= least * (1 + 1e-5) * (1 + std::ldexp(1, -7))) return true;
+  std::printf("a row's factor is %g where %g was needed\n", found, least);
+  return false;
+}
+
 // The new rows, in float64; touched bytes are marked.
-bool check_rows(const Memory& m, std::vector<bool> touched[2]) {
+bool check_rows(const Memory& m, std::vector<bool> touched[2], std::vector<bool> touched_factors[2]) {
   const Problem& p = m.problem;
   for (int64_t t = 0; t < p.tokens; t++) {
     const int64_t cached = p.state.before + t, slot = wanted_slot(p.state, cached);
     for (int head = 0; head < p.kv_heads; head++) {
       const float* key = p.qkv + t * p.qkv_stride() + (p.heads + head) * p.dim;
       const float* value = key + p.kv_heads * p.dim;
-      const auto k = rotated(p, key, t, p.state.evicted && cached < p.state.pinned && !p.state.ring);
+      const bool pinned = p.state.evicted && cached < p.state.pinned && !p.state.ring;
+      const auto k = to_store(p, rotated(p, key, t, pinned), head);
+      const double length = std::sqrt(std::inner_product(k.begin(), k.end(), k.begin(), 0.0));
+      const std::vector<double> v(value, value + p.dim);
+      double factor[2] = {1, 1};
+      for (int part = 0; part < 2 && p.type == CacheType::kInt8; part++) {
+        const size_t at = static_cast<size_t>(head * p.slots + slot);
+        touched_factors[part][at] = true;
+        factor[part] = as_float(m.factors[part][at]);
+        const float* scale = part ? p.v_scale + head * p.dim : nullptr;
+        if (!check_factor(factor[part], (part ? v : k).data(), scale, p.dim)) return false;
+      }
       for (int d = 0; d < p.dim; d++) {
         for (int part = 0; part < 2; part++) {
           touched[part][place(p, part, head, slot, d)] = true;
           const double wanted = part ? value[d] : k[d], found = stored(m, part, head, slot, d);
-          const double pair = p.half ? std::hypot(key[d], key[d < p.half ? d + p.half : d - p.half < 0 ? d : d - p.half]) : 0;
-          double slack = 1e-5 * (std::fabs(wanted) + pair);
-          double bounded = wanted;
-          if (p.type == CacheType::kInt8) {
-            const double step = (part ? p.v_scale : p.k_scale)[head * p.dim + d];
-            slack += 0.5 * step;
-            bounded = std::clamp(wanted, -127 * step, 127 * step);
-          }
-          if (std::fabs(found - bounded) <= slack) continue;
+          double slack = 1e-5 * (part ? std::fabs(wanted) : length);
+          if (p.type == CacheType::kInt8) slack += 0.5 * factor[part] * (part ? p.v_scale[head * p.dim + d] : 1);
+          if (std::fabs(found - wanted) <= slack) continue;
           std::printf("row %lld head %d channel %d part %d: stored %g, wanted %g\n", static_cast<long long>(cached),
-                      head, d, part, found, bounded);
+                      head, d, part, found, wanted);
           return false;
         }
       }
@@ -195,9 +285,19 @@ bool check_rows(const Memory& m, std::vector<bool> touched[2]) {
   return true;
 }
 
+// Keys of all slots, [K][slots][D].
+std::vector<std::vector<std::vector<double>>> all_keys(const Memory& m) {
+  std::vector<std::vector<std::vector<double>>> keys(m.problem.kv_heads);
+  for (int head = 0; head < m.problem.kv_heads; head++) {
+    for (int64_t slot = 0; slot < m.problem.slots; slot++) keys[head].push_back(stored_key(m, head, slot));
+  }
+  return keys;
+}
+
 // The largest relative error of an output row.
 double output_error(const Memory& m) {
   const Problem& p = m.problem;
+  const auto keys = all_keys(m);
   double worst = 0;
   for (int64_t t = 0; t < p.tokens; t++) {
     const int64_t visible = p.state.before + t + 1;
@@ -211,7 +311,8 @@ double output_error(const Memory& m) {
       for (int64_t j = oldest; j < visible; j++) {
         const int64_t slot = wanted_slot(p.state, j);
         const auto& q = p.state.evicted && j < p.state.pinned && !p.state.ring ? pinned_q : window_q;
-        for (int d = 0; d < p.dim; d++) scores[j] += q[d] * stored(m, false, head, slot, d);
+        const auto& key = keys[head][slot];
+        for (int d = 0; d < p.dim; d++) scores[j] += q[d] * key[d];
         scores[j] *= p.scale;
         if (p.softcap != 0) scores[j] = p.softcap * std::tanh(scores[j] / p.softcap);
         largest = std::max(largest, scores[j]);
@@ -254,9 +355,12 @@ bool check(const Case& c, const Kernels& kernels, unsigned seed) {
   }
   const Memory before = m;
   cached_attention(m.problem, kernels, Parallel{nullptr, run_threads});
+  exchange(m, false);
   std::vector<bool> touched[2] = {std::vector<bool>(m.codes[0].size()), std::vector<bool>(m.codes[1].size())};
-  bool good = check_rows(m, touched);
+  std::vector<bool> factors[2] = {std::vector<bool>(m.factors[0].size()), std::vector<bool>(m.factors[1].size())};
+  bool good = check_rows(m, touched, factors);
   for (int part = 0; part < 2; part++) {
+    good = good && unchanged(before.factors[part], m.factors[part], factors[part]);
     good = good && unchanged(before.codes[part], m.codes[part], c.type == CacheType::kInt8
                                                                     ? touched[part]
                                                                     : std::vector<bool>(touched[part].size()));
@@ -269,13 +373,13 @@ bool check(const Case& c, const Kernels& kernels, unsigned seed) {
   if (good && error <= kTolerance) return true;
   std::printf("FAILED %s %s: group %d, kv heads %d, dim %d, tokens %lld, before %lld, evicted %lld, pinned %lld, "
               "capacity %lld, ring %lld, window %lld, softcap %g, scale %g, pairs %d, k size %g, v size %g, flat %d, "
-              "seed %u: error %g%s\n",
+              "uneven %g, seed %u: error %g%s\n",
               kernels.name, c.type == CacheType::kInt8 ? "int8" : "float", c.group, c.kv_heads, c.dim,
               static_cast<long long>(c.tokens), static_cast<long long>(c.state.before),
               static_cast<long long>(c.state.evicted), static_cast<long long>(c.state.pinned),
               static_cast<long long>(c.state.capacity), static_cast<long long>(c.state.ring),
-              static_cast<long long>(c.window), c.softcap, c.scale, c.pairs(), c.k_size, c.v_size, c.flat, seed, error,
-              good ? "" : ", and the cache is wrong");
+              static_cast<long long>(c.window), c.softcap, c.scale, c.pairs(), c.k_size, c.v_size, c.flat, c.uneven, seed,
+              error, good ? "" : ", and the cache is wrong");
   return false;
 }
 
@@ -309,6 +413,7 @@ Case random_case(std::mt19937& random) {
   c.k_size = pick(random, {1.0, 1.0, 1e-6, 1e3});
   c.v_size = pick(random, {1.0, 1.0, 1e-6, 1e3});
   c.flat = random() % 4 == 0;
+  c.uneven = pick(random, {0.3, 0.3, 1.0, 3.0});
   if (random() % 3 == 0) c.softcap = pick(random, {0.5f, 5.0f, 50.0f});
   if (random() % 4 == 0) c.scale = pick(random, {0.5f, 2.0f}) / std::sqrt(static_cast<float>(c.dim));
   if (random() % 4 == 0) c.half = pick(random, {0, c.dim / 4});

@@ -35,7 +35,14 @@ from edgekv.engines.onnx.ring import RingCache
 from edgekv.engines.rope import rope_tables
 from edgekv.errors import InvalidOption, UnsupportedModel
 from edgekv.generate import Timeline
-from edgekv.kv.quant import quantize
+from edgekv.kv.rows import (
+    dequantize_keys,
+    dequantize_values,
+    key_scales,
+    pack,
+    quantize_keys,
+    quantize_values,
+)
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.converted import ConvertedModel
@@ -122,7 +129,8 @@ class Operator:
         width = (call.heads + 2 * heads) * dim
         self.qkv = random.normal(size=(1, call.tokens, width)).astype(np.float32)
         self.qkv[..., call.heads * dim :] *= call.size
-        self.scales = (random.uniform(0.5, 2, (2, heads, dim)) * 4 * call.size / 127).astype(np.float32)
+        self.measured = (random.uniform(0.5, 2, (2, heads, dim)) * 4 * call.size / 127).astype(np.float32)
+        self.scales = np.stack([key_scales(self.measured[0]), self.measured[1]])  # as the operator wants them
         self.cache = RingCache(call.spec, KVSpec(call.capacity, dtype), (call.ring,) if call.ring else ())
         self.cache.evicted, self.cache.pinned = call.evicted, call.pinned
         self.cache.written = call.evicted + call.before
@@ -163,7 +171,7 @@ class Operator:
         keys = np.where(pinned[:, None], self._rotate(keys, pinned=True), self._rotate(keys, pinned=False))
         if self.dtype == "float":
             return [keys, values]
-        return [quantize(rows, self.scales[i][:, None], "int8") for i, rows in enumerate((keys, values))]
+        return [quantize_keys(keys, self.measured[0][:, None]), quantize_values(values, self.measured[1][:, None])]
 
     def twin(self) -> np.ndarray[Any, Any]:
         """The output in float64 from the rows as the cache holds them now, [T, H, D]."""
@@ -214,7 +222,8 @@ class Operator:
         shape = (self.call.kv_heads, self.call.before, self.call.dim)
         if self.dtype == "float":
             return (random.normal(size=shape) * self.call.size).astype(np.float32)
-        return random.integers(-127, 128, shape).astype(np.int8)
+        factors = np.exp2(random.integers(-3, 2, (*shape[:2], 1))).astype(np.float32)
+        return pack(random.integers(-127, 128, shape), factors)
 
     @property
     def _pinned(self) -> int:
@@ -222,10 +231,12 @@ class Operator:
         return self.call.pinned if self.call.evicted and not self.call.ring else 0
 
     def _stored(self, part: int, total: int) -> Any:
-        rows = self.cache.read("kv"[part], 0, 0, total).astype(np.float64)
+        rows = self.cache.read("kv"[part], 0, 0, total)
+        if self.dtype == "int8":
+            dequantize = (dequantize_keys, dequantize_values)[part]
+            rows = dequantize(rows, self.measured[part][:, None])
         gone = np.zeros((rows.shape[0], total - rows.shape[1], rows.shape[2]))  # of a ring; never seen
-        rows = np.concatenate([gone, rows], axis=1)
-        return rows if self.dtype == "float" else rows * self.scales[part][:, None].astype(np.float64)
+        return np.concatenate([gone, rows.astype(np.float64)], axis=1)
 
     def _split(self) -> list[Any]:
         """Queries, keys and values of the new tokens, each [T, heads, D]."""
@@ -265,7 +276,7 @@ CALLS = (
 @pytest.mark.parametrize("dtype", ["int8", "float"])
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_operator_equals_the_twin(call: Call, dtype: KVDtype) -> None:
-    """Written rows are the reference's codes, other rows are untouched, the output is the twin's."""
+    """Written rows are the reference's, other rows are untouched, the output is the twin's."""
     operator = Operator(call, dtype)
     if call.size != 1:  # scores of a few units, as a trained model's
         operator.qkv[..., : call.heads * call.dim] /= call.size
@@ -273,13 +284,15 @@ def test_operator_equals_the_twin(call: Call, dtype: KVDtype) -> None:
     for part, rows, wanted in zip("kv", operator.before, operator.expected_rows(), strict=True):
         kept = operator.cache.read(part, 0, 0, call.before)  # a ring holds the last of them
         np.testing.assert_array_equal(kept, rows[:, rows.shape[1] - kept.shape[1] :])
-        new = operator.cache.read(part, 0, call.before, call.before + call.tokens).astype(np.float32)
-        difference = np.abs(new - wanted)
+        new = operator.cache.read(part, 0, call.before, call.before + call.tokens)
         if dtype == "float":
             assert relative_errors(new, wanted).max() < 1e-5
-        else:  # float32 and float64 may fall on either side of a half
+        else:  # sums in another order may fall on either side of a half, or of a factor's last bit
+            difference = np.abs(new[..., : call.dim].astype(int) - wanted[..., : call.dim])
             assert difference.max() <= 1
-            assert np.mean(difference > 0) < 1e-3
+            assert np.mean(difference > 0) < 2e-3
+            factors = [np.ascontiguousarray(rows[..., call.dim :]).view("<u2").astype(int) for rows in (new, wanted)]
+            assert np.abs(factors[0] - factors[1]).max() <= 1
     errors = relative_errors(found, operator.twin())
     # tanh as (e - 1) / (e + 1) is off by a few float32 steps of 1, which are 1.2e-7, and a score by cap times that.
     assert errors.max() < (OPERATOR_TOLERANCE if dtype == "int8" else 1e-5 + 1e-6 * call.softcap)
@@ -424,7 +437,8 @@ def test_every_architecture(tiny_models: TinyModels, open_native: OpenEngine, na
 def test_same_as_group_query_attention(
     tiny_models: TinyModels, open_onnx: OpenEngine, open_native: OpenEngine, name: str, dtype: KVDtype
 ) -> None:
-    """The same logits before and after evictions, whole turns included; INT8 as far as INT8's own error allows."""
+    """The same logits before and after evictions, whole turns included. In INT8 rows have factors here and not there,
+    so these are nearer to exact ones, and both differ by no more than their errors."""
     ids, turns = random_ids(300), [9, 23, 61, 77, 90, 130, 163, 190, 211, 255, 281]
     model, scales = tiny_models.converted(name), scales_for(tiny_models, name, dtype)
     kv = KVSpec(64, dtype, sinks=4, stride=8)
@@ -438,8 +452,8 @@ def test_same_as_group_query_attention(
     exact = reference(tiny_models, name, 64, 8, 9).run(ids, turns)
     own, ours = relative_errors(wanted, exact), relative_errors(found, exact)
     for part in (slice(0, 64), slice(64, None)):
-        assert ours[part].mean() < 1.2 * own[part].mean()
-        assert relative_errors(found, wanted)[part].median() < own[part].median()
+        assert ours[part].mean() < own[part].mean()
+        assert relative_errors(found, wanted)[part].median() < own[part].median() + ours[part].median()
 
 
 @pytest.mark.parametrize("dtype", ["float", "int8"])
@@ -482,25 +496,33 @@ def test_a_saved_ring_is_put_back(tiny_models: TinyModels, open_native: OpenEngi
     np.testing.assert_array_equal(first.forward(ids[200:]), second.forward(ids[200:]))
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8"])
-def test_a_content_goes_over_to_the_other_operator(
-    tiny_models: TinyModels, open_onnx: OpenEngine, dtype: KVDtype
-) -> None:
+def test_a_content_goes_over_to_the_other_operator(tiny_models: TinyModels, open_onnx: OpenEngine) -> None:
     """A state says at which angles its pinned keys stand; taken as they are they would be elsewhere."""
-    ids = random_ids(220)
-    model, scales = tiny_models.converted("llama"), scales_for(tiny_models, "llama", dtype)
-    kv = KVSpec(64, dtype, sinks=4, stride=8)
+    ids, model = random_ids(220), tiny_models.converted("llama")
+    kv = KVSpec(64, "float", sinks=4, stride=8)
     for operators in (("gqa", "native"), ("native", "gqa")):
-        first, second = (open_onnx(model, kv, scales, attention=operator) for operator in operators)
+        first, second = (open_onnx(model, kv, None, attention=operator) for operator in operators)
         run(first, ids, 11)
         state = first.save()
         second.load(state)
         found, wanted = (engine.forward(ids[:4], all_logits=True) for engine in (second, first))
-        bound = FLOAT_TOLERANCE if dtype == "float" else 0.05  # codes of the pinned keys are rounded once more
-        assert relative_errors(found, wanted).max() < bound
+        assert relative_errors(found, wanted).max() < FLOAT_TOLERANCE
         second.load(replace(state, pinned_angles=second.save().pinned_angles))
         mixed = second.forward(ids[:4], all_logits=True)
-        assert relative_errors(mixed, wanted).mean() > 3 * bound, "the test cannot tell"
+        assert relative_errors(mixed, wanted).mean() > 30 * FLOAT_TOLERANCE, "the test cannot tell"
+
+
+def test_an_int8_content_does_not_go_over(tiny_models: TinyModels, open_onnx: OpenEngine) -> None:
+    """Its rows have a factor with the one operator and none with the other: refused, and nothing of it is kept."""
+    model, scales = tiny_models.converted("llama"), scales_for(tiny_models, "llama", "int8")
+    kv = KVSpec(64, "int8", sinks=4, stride=8)
+    for operators in (("gqa", "native"), ("native", "gqa")):
+        first, second = (open_onnx(model, kv, scales, attention=operator) for operator in operators)
+        assert first.row_factors is (operators[0] == "native")
+        run(first, random_ids(50))
+        with pytest.raises(InvalidOption, match=r"this cache holds int8 \[2, 50, (16|18)\]"):
+            second.load(first.save())
+        assert second.length == 0
 
 
 def test_truncate_then_go_on(tiny_models: TinyModels, open_native: OpenEngine) -> None:

@@ -20,7 +20,7 @@ from edgekv.kv.scales import read_scales, write_scales
 from edgekv.model.converted import ConvertedModel, open_converted, write_description
 from edgekv.parking import ParkingLot
 from edgekv.session import Session
-from edgekv.session_file import read_info, read_session
+from edgekv.session_file import read_info, read_session, write_session
 from edgekv.session_store import SessionStore
 
 Load = Callable[..., edgekv.Runtime]
@@ -147,6 +147,20 @@ def test_what_does_not_fit_is_refused(load: Load, chat_model: ConvertedModel, tm
             refusing.load(path)
         assert refusing.messages == before
         assert runtime.chat_state.timeline.tokens == tokens
+
+
+def test_rows_of_the_other_operator_are_refused(load: Load, tmp_path: Path) -> None:
+    """As those of files from before rows had factors of their own; the words can be read again."""
+    session, path = talk(load()), tmp_path / "talk"
+    say(session, "Hello")
+    own = session._identity()
+    other = "channel" if own.granularity == "channel and row" else "channel and row"
+    write_session(path, session._state(), replace(own, granularity=other), 512)
+    with pytest.raises(SessionError, match=f"another granularity: {other}, not {own.granularity}.*--reread"):
+        talk(load()).load(path)
+    anew = talk(load())
+    anew.load(path, reread=True)
+    assert anew.messages == session.messages
 
 
 def test_damage_is_found(load: Load, tmp_path: Path) -> None:

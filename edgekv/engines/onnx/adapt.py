@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from edgekv.kv.spec import BITS, Granularity, KVDtype
+from edgekv.kv.spec import BITS, FACTOR_BYTES, Granularity, KVDtype
 from edgekv.model.spec import ModelSpec
 
 _TENSOR_TYPES = {
@@ -84,7 +84,7 @@ def set_native_attention(model: onnx.ModelProto, spec: ModelSpec, centred: Colle
     pinned, capacity) is an input that all layers share, `angles.i` ([4, T, D/2]: cos and sin at absolute positions, and
     less the evicted tokens) one that all layers with the rotary embedding `spec.ropes[i]` share; scales are one input a
     layer, [2, K, D]. The layers in `centred` hold keys less a centre (engines/onnx/centre.py): theirs are also
-    `centre.i`, [K, D], and the table that these layers share.
+    `centre.i`, [K, D], and the table that these layers share. INT8 rows are D + 2 wide: a factor is behind the codes.
     """
     for layer, node in enumerate(attention_nodes(model)):
         _make_native(model, spec, layer, node, centred=layer in centred)
@@ -106,6 +106,7 @@ def _make_native(model: onnx.ModelProto, spec: ModelSpec, layer: int, node: onnx
     _drop_scales(model, layer, node)
     inputs = [packed, keys, values, "state", "" if rope < 0 else f"angles.{rope}"]
     if quantised:
+        _widen_rows(model, (keys, values), spec.head_dim + FACTOR_BYTES)
         inputs.append(f"scales.{layer}")
         _add_input(model, inputs[-1], TensorProto.FLOAT, [2, spec.num_kv_heads, "D"])
     if centred:
@@ -124,6 +125,13 @@ def _make_native(model: onnx.ModelProto, spec: ModelSpec, layer: int, node: onnx
 
 def _add_input(model: onnx.ModelProto, name: str, dtype: int, shape: list[int | str]) -> None:
     model.graph.input.append(helper.make_tensor_value_info(name, dtype, shape))
+
+
+def _widen_rows(model: onnx.ModelProto, names: Collection[str], width: int) -> None:
+    """Give the rows of a cache's inputs so many items."""
+    for value in model.graph.input:
+        if value.name in names:
+            value.type.tensor_type.shape.dim[3].dim_value = width
 
 
 def _keep(values: Any, wanted: Callable[[str], bool]) -> None:

@@ -20,6 +20,7 @@ from edgekv.engines.onnx import adapt, native
 from edgekv.engines.onnx.binding import CACHE_DTYPES, HostCache, row_items
 from edgekv.engines.onnx.ring import RingCache
 from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
+from edgekv.kv.rows import pack
 from edgekv.kv.spec import KVSpec
 from edgekv.model.spec import ModelSpec
 
@@ -89,6 +90,8 @@ def _bound(
     random = np.random.default_rng(0)
     codes = random.integers(-100, 101, (spec.num_kv_heads, kv.capacity, row_items(spec, kv.dtype)))
     rows = (codes * _SCALE if kv.dtype == "float" else codes).astype(CACHE_DTYPES[kv.dtype])
+    if isinstance(cache, RingCache) and cache.row_factors:
+        rows = pack(rows, np.ones((*rows.shape[:2], 1), np.float32))
     for layer in range(spec.num_layers):
         for part in "kv":
             cache.write(part, layer, 0, rows)

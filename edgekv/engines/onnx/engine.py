@@ -21,6 +21,7 @@ from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.moved import MovedCache, MovedInputs
 from edgekv.engines.onnx.ring import RingCache, RingInputs
 from edgekv.errors import DependencyMissing, EngineError, InvalidOption, UnsupportedModel
+from edgekv.kv.rows import dequantize_keys, dequantize_values
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
 from edgekv.model.converted import ConvertedModel
@@ -35,6 +36,9 @@ DEFAULT_CHUNK = 128
 """Tokens per prefill run. Larger chunks are no faster with an INT8 cache and need more scratch memory."""
 
 
+ACCURACY_LEVELS: dict[str, int] = {"int8": 4, "float": 1}
+"""Of MatMulNBits, by what it rounds the activations to before it multiplies them."""
+
 Attention = Literal["auto", "native", "gqa"]
 MatMul = Literal["auto", "native", "onnxruntime"]
 
@@ -46,7 +50,7 @@ class OnnxOptions:
     threads: int = 0  # 0: ONNX Runtime's choice, one per physical core
     device: str = "cpu"
     chunk: int = DEFAULT_CHUNK
-    accuracy_level: int = 4  # 4: int8 activations inside MatMulNBits; 1: float32
+    accuracy_level: int = ACCURACY_LEVELS["int8"]
     half_attention: bool | None = None  # attention in float16; None: where the device demands it
     attention: Attention = "auto"  # which operator; auto: the project's own where it is built and serves the cache
     matmul: MatMul = "auto"  # which product with packed weights; auto: the project's own where it is faster
@@ -94,12 +98,18 @@ class OnnxEngine(CachedEngine):
         """Dequantised keys (at the angles of slot + evicted) and values of slots start .. stop-1, each [K, n, D]; of a
         layer that holds only its last tokens those that are there."""
         k, v = (self._cache.read(part, layer, start, stop) for part in "kv")
-        if self._kv.dtype == "int4":
-            k, v = _unpack_int4(k), _unpack_int4(v)
-        keys, values = k.astype(np.float32), v.astype(np.float32)
-        if self._scales is not None:
-            keys, values = keys * self._scales.k[layer][:, None], values * self._scales.v[layer][:, None]
+        keys, values = self._dequantized(layer, k, v)
         return self._inputs.restored(layer, start, keys), values
+
+    def _dequantized(self, layer: int, k: Array, v: Array) -> tuple[Logits, Logits]:
+        """What stored rows of keys and values stand for."""
+        if self._scales is None:
+            return k.astype(np.float32), v.astype(np.float32)
+        k_scales, v_scales = self._scales.k[layer][:, None], self._scales.v[layer][:, None]
+        if self.row_factors:
+            return dequantize_keys(k, k_scales), dequantize_values(v, v_scales)
+        codes = [_unpack_int4(rows) if self._kv.dtype == "int4" else rows for rows in (k, v)]
+        return codes[0].astype(np.float32) * k_scales, codes[1].astype(np.float32) * v_scales
 
     def close(self) -> None:
         """Free the session and the cache; the engine cannot be used afterwards."""

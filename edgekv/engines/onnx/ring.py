@@ -8,8 +8,8 @@ then nothing but two integers: the oldest slots will be overwritten.
 A layer that sees only a window of the last tokens may hold just these (KVSpec.ring_slots): token n in slot n mod R, no
 pinned prefix. It cannot be cut back further than it has rows for; `keeps` says so.
 
-Codes are those of the reference (kv/quant.py); within a block of 16 slots they are interleaved as native/kernels.h
-says, and put into the plain order of rows when they are saved.
+Codes and the factors of INT8 rows are those of the reference (kv/rows.py); within a block of 16 slots codes are
+interleaved as native/kernels.h says, and put into the plain order of rows when they are saved.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.native import BLOCK
 from edgekv.engines.rope import amplitudes, inverse_frequencies, rotate, rotated_centre, settled_ropes
 from edgekv.errors import InvalidOption
+from edgekv.kv.rows import key_scales
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVSpec
+from edgekv.kv.spec import FACTOR_BYTES, KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec, RopeSpec
 
@@ -36,36 +37,47 @@ _ALIGNMENT = 64  # bytes: a cache line, so that no vector load straddles two
 
 
 class LayerCache:
-    """One layer's keys and values in blocks of 16 slots, as native/kernels.h has them."""
+    """One layer's keys and values in blocks of 16 slots, as native/kernels.h has them. A row has D numbers; in INT8 the
+    two bytes of its factor come after them, which the cache holds behind the blocks of each head."""
 
     def __init__(self, spec: ModelSpec, dtype: np.dtype[Any], slots: int) -> None:
         heads, dim, blocks = spec.num_kv_heads, spec.head_dim, -(-slots // BLOCK)
-        self._together = 4 // dtype.itemsize  # g: channels (keys) or slots (values) in one 32-bit word
+        self._together = g = 4 // dtype.itemsize  # channels (keys) or slots (values) in one 32-bit word
         self._dim = dim
-        self.parts = {part: _aligned((heads, blocks * BLOCK, dim), dtype) for part in "kv"}
-        k, v = self.parts.values()
-        self._keys = k.reshape(heads, blocks, dim // self._together, BLOCK, self._together)  # [K, B, D/g, 16, g]
-        self._values = v.reshape(heads, blocks, BLOCK // self._together, dim, self._together)  # [K, B, 16/g, D, g]
+        slots = blocks * BLOCK
+        self.parts = {part: _aligned((heads, slots, row_width(dim, dtype)), dtype) for part in "kv"}
+        flat = {part: rows.reshape(heads, -1) for part, rows in self.parts.items()}
+        self._keys = flat["k"][:, : slots * dim].reshape(heads, blocks, dim // g, BLOCK, g)
+        self._values = flat["v"][:, : slots * dim].reshape(heads, blocks, BLOCK // g, dim, g)
+        self._factors = {part: rows[:, slots * dim :].reshape(heads, slots, -1) for part, rows in flat.items()}
 
     def read(self, part: str, slots: Array) -> Array:
-        """A copy of the rows in these slots, [K, n, D]."""
+        """A copy of the rows in these slots, [K, n, row]."""
         block, place = np.divmod(slots, BLOCK)
         if part == "k":
             rows = self._keys[:, block, :, place, :]  # [n, K, D/g, g]
-            return np.ascontiguousarray(rows.reshape(*rows.shape[:2], self._dim).swapaxes(0, 1))
-        group, inside = np.divmod(place, self._together)
-        return np.ascontiguousarray(self._values[:, block, group, :, inside].swapaxes(0, 1))
+            rows = rows.reshape(*rows.shape[:2], self._dim)
+        else:
+            group, inside = np.divmod(place, self._together)
+            rows = self._values[:, block, group, :, inside]  # [n, K, D]
+        return np.concatenate([rows.swapaxes(0, 1), self._factors[part][:, slots]], axis=-1)
 
     def write(self, part: str, slots: Array, rows: Array) -> None:
-        """Overwrite the rows in these slots with [K, n, D]."""
+        """Overwrite the rows in these slots with [K, n, row]."""
         block, place = np.divmod(slots, BLOCK)
-        turned = rows.swapaxes(0, 1)  # [n, K, D]
+        self._factors[part][:, slots] = rows[..., self._dim :]
+        turned = rows[..., : self._dim].swapaxes(0, 1)  # [n, K, D]
         if part == "k":
             words = turned.reshape(*turned.shape[:2], self._dim // self._together, self._together)
             self._keys[:, block, :, place, :] = words
         else:
             group, inside = np.divmod(place, self._together)
             self._values[:, block, group, :, inside] = turned
+
+
+def row_width(dim: int, dtype: np.dtype[Any]) -> int:
+    """Array items in a row of D numbers: D, and in INT8 the bytes of its factor."""
+    return dim + (FACTOR_BYTES if dtype == np.int8 else 0)
 
 
 class RingCache(RingLayout):
@@ -83,7 +95,8 @@ class RingCache(RingLayout):
         self._capacity, self._windows = kv.capacity, spec.windows
         self._slots = tuple(slots) or (kv.capacity,) * spec.num_layers
         self._dtype = np.dtype(CACHE_DTYPES[kv.dtype])
-        self._heads, self._dim = spec.num_kv_heads, spec.head_dim
+        self._heads, self._row = spec.num_kv_heads, row_width(spec.head_dim, self._dtype)
+        self.row_factors = self._row > spec.head_dim
         self.layers = tuple(LayerCache(spec, self._dtype, count) for count in self._slots)
         self.written = 0  # tokens, from the very first, up to where slots have been overwritten
         self._missing = 0  # tokens, from the very first, that no ring of a layer's own holds, whatever room it has
@@ -108,7 +121,7 @@ class RingCache(RingLayout):
         return max(0, max(self._missing, self.written - self._slots[layer]) - self.evicted)
 
     def read(self, part: str, layer: int, start: int, stop: int) -> Array:
-        """A copy of the rows of tokens start .. stop-1, [K, n, D]; of a layer with a ring of its own those that it
+        """A copy of the rows of tokens start .. stop-1, [K, n, row]; of a layer with a ring of its own those that it
         still holds."""
         start = min(max(start, self.first(layer)), stop)
         return self.layers[layer].read(part, self._places(layer, start, stop))
@@ -124,7 +137,7 @@ class RingCache(RingLayout):
         them."""
         own = self.own_ring(layer)
         held = max(min(length, self._windows[layer]), min(length, rows.shape[1])) if own else length
-        check_rows(rows, layer, (self._heads, held, self._dim), self._dtype)
+        check_rows(rows, layer, (self._heads, held, self._row), self._dtype)
         start = length - held
         if own:
             self.written = length + self.evicted
@@ -212,7 +225,7 @@ class RingInputs:
         self._placed = 0  # tokens of the run that angles are bound for
         self.state = np.zeros(4, np.int64)  # tokens before the run, evicted, pinned, C
         bind_array(io, "state", self.state)
-        pairs = [] if scales is None else zip(scales.k, scales.v, strict=True)
+        pairs = [] if scales is None else zip(key_scales(scales.k), scales.v, strict=True)
         self._bound = [np.ascontiguousarray(np.stack(pair), np.float32) for pair in pairs]  # [2, K, D] each
         for layer, array in enumerate(self._bound):
             bind_array(io, f"scales.{layer}", array)
