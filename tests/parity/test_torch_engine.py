@@ -168,13 +168,14 @@ def test_a_saved_state_goes_on_as_before(tiny_models: TinyModels, open_torch: Op
     assert np.array_equal(first.forward([7]), second.forward([7]))
 
 
+@pytest.mark.parametrize("attention", ["gqa", "native"])
 def test_a_state_of_the_onnx_engine_goes_on_here(
-    tiny_models: TinyModels, open_onnx: OpenOnnx, open_torch: OpenTorch
+    tiny_models: TinyModels, open_onnx: OpenOnnx, open_torch: OpenTorch, attention: str
 ) -> None:
     """Both kinds of onnx cache: the ring's pinned rows at their own angles, and the compacted one's at moved angles."""
     ids = random_ids(150)
     model = tiny_models.converted("llama")
-    other = open_onnx(model, WRAPPED, attention="gqa")
+    other = open_onnx(model, WRAPPED, attention=attention)
     run(other, ids)
     engine = open_torch(model, WRAPPED)
     engine.load(other.save())
