@@ -15,6 +15,7 @@ The thread does not wait for the reader: an answer's events are kept until they 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,9 @@ class AsyncRuntime:
         self._closed = False
 
     @classmethod
-    async def load(cls, model: str, *, max_waiting: int | None = None, **options: Any) -> AsyncRuntime:
+    async def load(
+        cls, model: str | os.PathLike[str], *, max_waiting: int | None = None, **options: Any
+    ) -> AsyncRuntime:
         """`edgekv.load` without blocking the loop; arguments and errors as there."""
         from edgekv.api import load
 
