@@ -147,7 +147,7 @@ int32_t total(__m256i x) {
   return _mm_cvtsi128_si32(y);
 }
 
-// Eight numbers from -127 to 127, or INT32_MIN for what is none, as bytes.
+// Eight numbers from -128 to 127 as bytes.
 void store_bytes(__m256i x, int8_t* out) {
   const __m256i words = _mm256_packs_epi32(x, x), bytes = _mm256_packs_epi16(words, words);
   const int32_t halves[2] = {_mm256_cvtsi256_si32(bytes), _mm_cvtsi128_si32(_mm256_extracti128_si256(bytes, 1))};
@@ -165,7 +165,8 @@ void encode_block(const float* x, int count, int factor, int row, int rows, int8
   const float limit = word<float>(&bits);
   const __m256 inverse = _mm256_set1_ps(limit != 0 ? 127.0f / limit : 0.0f);
   for (int i = 0; i < count; i += kLanes) {
-    const __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), inverse));
+    const __m256i any = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), inverse));
+    const __m256i rounded = _mm256_max_epi32(any, _mm256_set1_epi32(-128));  // INT32_MIN where there is no number
     int8_t bytes[kLanes];
     store_bytes(rounded, bytes);
     sum = _mm256_add_epi32(sum, rounded);
