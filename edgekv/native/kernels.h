@@ -40,6 +40,7 @@ namespace edgekv {
 constexpr int kBlock = 16;    // slots in a block
 constexpr int kMaxDim = 256;  // head sizes are multiples of 16 up to this
 constexpr int kMaxRows = 32;  // query rows that one unit of work handles
+constexpr int kCacheFormat = 2;  // of what is described above; 1 had no factors
 constexpr int kFactorBytes = 2;  // of a row in INT8
 constexpr int kMaxTurned = 32;  // pairs of channels whose centre is taken out of the keys
 

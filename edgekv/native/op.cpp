@@ -170,6 +170,9 @@ EDGEKV_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
   return edgekv::api.AddCustomOpDomain(options, domain);
 }
 
+// How the cache is laid out; Python's native.py has the same number, so that a library from other sources is not used.
+EDGEKV_EXPORT int edgekv_cache_format() { return edgekv::kCacheFormat; }
+
 // The instruction set that INT8 attention runs with, for `edgekv info`.
 EDGEKV_EXPORT const char* edgekv_instruction_set() {
   return edgekv::best_kernels(edgekv::CacheType::kInt8, std::getenv("EDGEKV_NATIVE_ISA"))->name;

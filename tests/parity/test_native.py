@@ -10,6 +10,7 @@ Skipped only where there is no C++ compiler. The library is built for the tests 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -752,6 +753,14 @@ def test_without_the_library_everything_still_works(
         engine.close()
         with pytest.raises(UnsupportedModel, match=words):
             open_engine(model, KVSpec(64, "float"), None, OnnxOptions(attention="native"))
+
+
+def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lays the cache out in another way would read and write past its rows."""
+    copy = Path(shutil.copy(native.library(), tmp_path))
+    monkeypatch.setattr(native, "library", lambda: copy)
+    monkeypatch.setattr(native, "CACHE_FORMAT", native.CACHE_FORMAT + 1)
+    assert "another edgekv: build it again" in str(native.unavailable())
 
 
 def test_the_instruction_set_has_a_name() -> None:

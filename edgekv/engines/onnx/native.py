@@ -21,6 +21,9 @@ BLOCK = 16
 """Slots in a block of the cache (native/kernels.h)."""
 MAX_HEAD_DIM = 256
 
+CACHE_FORMAT = 2
+"""The layout of the cache that ring.py and a library must agree on (native/kernels.h)."""
+
 PACKED_WEIGHTS = "packed_weights"
 """The graph's input that holds all matrices of the project's own product (engines/onnx/packed.py)."""
 
@@ -102,6 +105,9 @@ def _load(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
             f"it was not built (no {path.name} in {path.parent}): a C++ compiler is needed when edgekv is installed",
         )
     try:
-        return ctypes.CDLL(str(path)), None
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{path} cannot be loaded ({error})"
+    if not hasattr(loaded, "edgekv_cache_format") or loaded.edgekv_cache_format() != CACHE_FORMAT:
+        return None, f"{path} was built from the sources of another edgekv: build it again"
+    return loaded, None
