@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from edgekv.cli import render
+from edgekv.cli.background import Background
 from edgekv.cli.interrupt import Interrupt
 from edgekv.cli.options import given, options_of
 from edgekv.cli.ready import ready_runtime
 from edgekv.conversation import read_conversation, write_conversation
-from edgekv.errors import EdgeKVError, InvalidOption, StorageError
+from edgekv.errors import EdgeKVError, InvalidOption
 from edgekv.generate import Event, Finished
 from edgekv.model import catalog
 from edgekv.options import LoadOptions, home_of
@@ -86,6 +87,7 @@ def command(model: str, prompt: str | None, system: str | None, as_json: bool, *
         name = keeping.name(store, runtime.model.description.name)
         saved = stack.enter_context(store.open(name)) if name else None
         loop = ChatLoop(runtime, session, as_json=as_json, saved=saved)
+        stack.callback(loop.settle)
         if saved is not None and saved.exists:
             loop.resume(reread=keeping.reread, sampling=sampling, system=system)
         if prompt is not None:
@@ -107,6 +109,7 @@ class ChatLoop:
     as_json: bool
     saved: SavedSession | None = None
     last: Finished | None = None
+    _saving: Background = field(default_factory=Background)
 
     def resume(self, *, reread: bool, sampling: dict[str, Any], system: str | None) -> None:
         """Go on with a saved conversation; options that were typed win over those it was saved with."""
@@ -141,7 +144,7 @@ class ChatLoop:
         report = self.session.precheck(text).require()
         if not self.as_json:
             render.print_forecast(report)
-        self._keep(lambda saved: saved.ask(text))
+        self._ask(text)
         printer = render.AnswerPrinter(as_json=self.as_json)
         events: Iterator[Event] = self.session.send(text)
         self.last = None
@@ -159,23 +162,29 @@ class ChatLoop:
             render.note(self._status() if self.last else "[stopped] " + self._status())
         return 0 if self.last else 130
 
-    def _save_now(self) -> None:
-        """Save the conversation where it is kept; only then its question is no longer open."""
+    def settle(self) -> None:
+        """Wait for a save that is under way."""
+        with _telling():
+            self._saving.wait()
 
-        def save(saved: SavedSession) -> None:
+    def _save_now(self) -> None:
+        """Save the conversation where it is kept, while its user reads; only then its question is no longer open."""
+        saved = self.saved
+        if saved is None:
+            return
+
+        def save() -> None:
             self.session.save(saved.path)
             saved.ask("")
 
-        self._keep(save)
+        self.settle()
+        self._saving.start(save)
 
-    def _keep(self, action: Callable[[SavedSession], object]) -> None:
-        """Write where the conversation is kept. What cannot be written is told, and the chat goes on."""
-        if self.saved is None:
-            return
-        try:
-            action(self.saved)
-        except StorageError as error:
-            render.note(f"[not saved: {error}]")
+    def _ask(self, text: str) -> None:
+        """Keep a question until its answer is saved."""
+        if self.saved is not None:
+            with _telling():
+                self.saved.ask(text)
 
     def _status(self) -> str:
         window = self.runtime.chat_state.timeline.window
@@ -190,7 +199,8 @@ class ChatLoop:
         )
 
     def _guarded(self, action: Any) -> int:
-        """Run one line; a refusal is printed and the conversation goes on."""
+        """Run one line, when the save before it has ended; a refusal is printed and the conversation goes on."""
+        self.settle()
         try:
             return int(action() or 0)
         except EdgeKVError as error:
@@ -286,6 +296,15 @@ class ChatLoop:
             self.session.load(path if path.exists() else path.with_name(path.name + SUFFIX))
         self._save_now()
         render.note(f"[{len(self.session.messages)} messages read]")
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """What cannot be written is told, and the chat goes on."""
+    try:
+        yield
+    except EdgeKVError as error:
+        render.note(f"[not saved: {error}]")
 
 
 def _named(name: str) -> Path:

@@ -72,6 +72,7 @@ def test_a_full_disk_does_not_end_the_chat(
         monkeypatch.setattr(SavedSession, "ask", full)
         loop = ChatLoop(runtime, runtime.session(max_new_tokens=4), as_json=False, saved=saved)
         assert loop.answer("Hello") == 0
+        loop.settle()
     printed = capsys.readouterr()
     assert printed.out.strip()
     assert printed.err.count("[not saved: Could not write") == 2

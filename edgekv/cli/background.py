@@ -1,0 +1,45 @@
+"""Work that a person need not wait for: one task at a time, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from edgekv.errors import EdgeKVError
+
+
+class Background:
+    """What is under way. The next task, and `wait`, come after it."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: EdgeKVError | None = None
+
+    def start(self, task: Callable[[], object]) -> None:
+        """Begin a task.
+
+        Raises:
+            EdgeKVError: as `wait`, of the task before.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(task,))  # no daemon: a process ends after it
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is under way.
+
+        Raises:
+            EdgeKVError: what the task failed with; told once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, task: Callable[[], object]) -> None:
+        try:
+            task()
+        except EdgeKVError as error:
+            self._error = error
