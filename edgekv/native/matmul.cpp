@@ -10,7 +10,7 @@ namespace edgekv {
 namespace {
 
 constexpr int64_t kPieceBytes = 32 * 1024;  // of weights times rows: less is not worth giving to another thread
-constexpr int64_t kPieces = 64;             // enough for dynamic balance on as many threads as a small device has
+constexpr int64_t kPieces = 32;             // enough for dynamic balance on as many threads as a small device has
 
 int zero(const Packing& packing, const Unpacked& matrix, int64_t output, int64_t group) {
   if (!matrix.zeros) return 1 << (packing.bits - 1);
@@ -112,7 +112,8 @@ struct Job {
   const Product& product;
   const MatMulKernels& kernels;
   const Inputs& inputs;
-  int64_t piece_panels;
+  int64_t ranges;        // of panels, each times kTileRows rows a piece
+  int64_t range_panels;  // in each, or pairs of panels
 };
 
 // Rows first .. last - 1. Tiles begin at multiples of kTileRows, whatever the kernel's own.
@@ -176,24 +177,29 @@ void multiply_one(const Job& job, int64_t panel, int64_t row, const InputTile& t
 // Panels, or pairs of them.
 int64_t panels(const Product& p) { return p.packing.panels() / (p.gate == Gate::kNone ? 1 : 2); }
 
+// kTileRows rows times a range of panels.
 void multiply_piece(void* argument, size_t index) {
   const Job& job = *static_cast<Job*>(argument);
   const Product& p = job.product;
-  const int64_t first = static_cast<int64_t>(index) * job.piece_panels;
-  const int64_t last = std::min(first + job.piece_panels, panels(p));
+  const int64_t number = static_cast<int64_t>(index);
+  const int64_t first = number % job.ranges * job.range_panels, last = std::min(first + job.range_panels, panels(p));
+  const int64_t last_row = std::min((number / job.ranges + 1) * kTileRows, p.rows);
   const auto one = p.gate == Gate::kNone ? multiply_one : multiply_gated;
-  for (int64_t row = 0; row < p.rows;) {
+  for (int64_t row = number / job.ranges * kTileRows; row < last_row;) {
     const InputTile tile = job.inputs.tile(row);
     for (int64_t panel = first; panel < last; panel++) one(job, panel, row, tile);
     row += tile.rows;
   }
 }
 
-int64_t piece_panels(const Product& p) {
-  const int64_t count = panels(p);
-  const int64_t worthwhile = p.rows * p.packing.bytes() / kPieceBytes + 1;
-  const int64_t pieces = std::min({worthwhile, kPieces, count});
-  return (count + pieces - 1) / pieces;
+int64_t tiles(const Product& p) { return (p.rows + kTileRows - 1) / kTileRows; }
+
+Job make_job(const Product& p, const MatMulKernels& kernels, const Inputs& inputs) {
+  const int64_t count = panels(p), rows = std::min<int64_t>(p.rows, kTileRows);
+  const int64_t worthwhile = rows * p.packing.bytes() / kPieceBytes + 1;
+  const int64_t wanted = std::min({worthwhile, (kPieces + tiles(p) - 1) / tiles(p), count});
+  const int64_t range_panels = (count + wanted - 1) / wanted;
+  return {p, kernels, inputs, (count + range_panels - 1) / range_panels, range_panels};
 }
 
 struct Choice {
@@ -240,14 +246,13 @@ void pack(const Packing& packing, const Unpacked& matrix, int64_t step, uint8_t*
 void multiply(const Product& product, const MatMulKernels& kernels, const Parallel& parallel) {
   Scratch scratch(Inputs::floats(product));
   const Inputs inputs(product, kernels.tile_rows, scratch.data());
-  Job job{product, kernels, inputs, piece_panels(product)};
-  const size_t tiles = static_cast<size_t>((product.rows + kTileRows - 1) / kTileRows);
-  if (tiles == 1) {
+  Job job = make_job(product, kernels, inputs);
+  const size_t tile_count = static_cast<size_t>(tiles(product)), pieces = tile_count * static_cast<size_t>(job.ranges);
+  if (tile_count == 1) {
     encode_tiles(job, 0, product.rows);
   } else {
-    parallel.run(parallel.context, encode_piece, tiles, &job);
+    parallel.run(parallel.context, encode_piece, tile_count, &job);
   }
-  const size_t pieces = static_cast<size_t>((panels(product) + job.piece_panels - 1) / job.piece_panels);
   if (pieces == 1) return multiply_piece(&job, 0);
   parallel.run(parallel.context, multiply_piece, pieces, &job);
 }
