@@ -2,6 +2,7 @@
 
     weight                 uint8 [N K / 2, 1] (or flat)   the matrix row after row, two codes a byte, high nibble first
     weight.absmax          float32 [N K / block]          w = table[code] * absmax; block is 64 unless it says otherwise
+                           or [K / block, N]              saved after the model ran on a processor with AVX-512 (0.50)
     weight.quant_map       float32 [16]                   the table
     weight.quant_state.bitsandbytes__nf4 (or __fp4)       JSON as bytes: quant_type, blocksize, shape, nested_*
 
@@ -70,7 +71,7 @@ class BitsAndBytes:
         table = tensors.floats(f"{name}.quant_map", (16,))
         if not np.allclose(table, BNB_TABLES[state.kind], rtol=0, atol=1e-4):
             raise UnsupportedModel(f"{tensors.place(f'{name}.quant_map')} is not the table of {state.kind}.")
-        absmax = _absmax(tensors, name, state, -(-shape[0] * shape[1] // state.block))
+        absmax = _absmax(tensors, name, state, shape)
         return Bnb4Weight(_packed(tensors, name, shape), absmax, shape, state.kind, state.block)
 
 
@@ -112,10 +113,11 @@ def _packed(tensors: TensorFiles, name: str, shape: tuple[int, int]) -> Codes:
     return packed
 
 
-def _absmax(tensors: TensorFiles, name: str, state: _State, blocks: int) -> Float32:
-    stored = f"{name}.absmax"
+def _absmax(tensors: TensorFiles, name: str, state: _State, shape: tuple[int, int]) -> Float32:
+    stored, blocks = f"{name}.absmax", -(-shape[0] * shape[1] // state.block)
     if f"{name}.nested_absmax" not in tensors:
-        return tensors.finite(stored, (blocks,))
+        values = tensors.finite(stored, (blocks,), (shape[1] // state.block, shape[0]))
+        return np.ascontiguousarray(values.T).reshape(-1)  # of one dimension: as it is
     codes = tensors.raw(stored, ("U8",), (blocks,))
     scales = tensors.finite(f"{name}.nested_absmax", (-(-blocks // state.nested_block),))
     values = tensors.finite(f"{name}.nested_quant_map", (256,))[codes]

@@ -198,6 +198,7 @@ class Bnb:
     flat: bool = False
     storage: Any = np.uint8
     block: int = 64
+    ran: bool = False  # saved after the model ran on a processor with AVX-512
 
     def config(self) -> dict[str, Any]:
         return {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
@@ -209,7 +210,8 @@ class Bnb:
         absmax = np.abs(blocks).max(1).astype(np.float32)
         state: dict[str, Any] = {"quant_type": self.kind, "blocksize": self.block, "dtype": "float32",
                                  "shape": list(weight.shape)}  # fmt: skip
-        tensors: dict[str, Array] = {"weight.quant_map": table, "weight.absmax": absmax}
+        turned = np.ascontiguousarray(absmax.reshape(len(weight), -1).T) if self.ran else absmax
+        tensors: dict[str, Array] = {"weight.quant_map": table, "weight.absmax": turned}
         if self.double:
             nested, extra, absmax = _round_absmax(absmax)
             tensors, state = tensors | nested, state | extra
@@ -339,7 +341,7 @@ def _read_gptq(layer: dict[str, Array], config: dict[str, Any]) -> Array:
 def _read_bnb(layer: dict[str, Array]) -> Array:
     name = next(name for name in layer if "quant_state" in name)
     state = json.loads(bytes(layer[name].tolist()))
-    absmax = layer["weight.absmax"].astype(np.float64)
+    absmax = layer["weight.absmax"].astype(np.float64).T.reshape(-1)
     if "nested_blocksize" in state:
         scales = np.repeat(layer["weight.nested_absmax"].astype(np.float64), state["nested_blocksize"])
         absmax = layer["weight.nested_quant_map"].astype(np.float64)[layer["weight.absmax"]] * scales[: len(absmax)]

@@ -100,6 +100,7 @@ VARIANTS = (
     Published("packed-act-order", Packed(symmetric=False, act_order=True)),
     Published("packed-old-zeros", Packed(symmetric=False, packed_zeros=False)),
     Published("nf4-flat", Bnb(flat=True)),
+    Published("nf4-that-ran", Bnb(ran=True)),
     Published("nf4-bias", Bnb(double=True), family="qwen2"),
     Published("nf4-stored-as-float", Bnb(storage=np.float32)),
     Published("nf4-floats", Bnb(), floats=("v_proj", "gate_proj")),
