@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edgekv.engines.onnx import native
 from edgekv.errors import BadCheckpoint, InvalidOption
 from edgekv.files import atomic_directory, sha256_file
-from edgekv.holding import ConvertOptions, Holding, Rounding, advice, scheme_name
+from edgekv.holding import TABLES, ConvertOptions, Holding, Rounding, scheme_name
 from edgekv.model.converted import (
     DATA,
     GRAPH,
@@ -49,7 +50,7 @@ class ConvertReport:
 
     @property
     def advice(self) -> str:
-        """See edgekv.holding."""
+        """See `advice`."""
         return advice(self.model.description.scheme)
 
     def __str__(self) -> str:
@@ -126,6 +127,18 @@ def reopen(model: ConvertedModel, source_path: Path) -> tuple[WeightSource, Call
 def _changes(options: ConvertOptions) -> dict[str, Any]:
     """The options that are not at their defaults."""
     return {name: value for name, value in vars(options).items() if value != getattr(ConvertOptions(), name)}
+
+
+def advice(scheme: str) -> str:
+    """What a user may want to know of a scheme (`scheme_name`) before using it on this machine; empty: nothing."""
+    reason = native.table_refusal()
+    if reason is None or not any(f"{kind}/" in scheme for kind in TABLES):
+        return ""
+    return (
+        f"ONNX Runtime unpacks bitsandbytes' codes at every step, since edgekv's own operator is not used: {reason}. "
+        "`edgekv convert FOLDER OUT --lossy int8` rounds them to 8 bits, which is many times as fast, and prints what "
+        "that cost."
+    )
 
 
 def peak_rss_bytes() -> int:

@@ -7,8 +7,8 @@
     a float model                             rounded: `bits` in blocks of `group`; embedding and head in 8 bits
     floats in a quantised model               float32; embedding and head as two 8-bit matrices that add up to 16 bits
 
-`lossy` int4 rounds to 4 bits whatever has more. int8 rounds the codes of bitsandbytes to 8 bits, because ONNX Runtime
-unpacks them at every step (`advice`).
+`lossy` int4 rounds to 4 bits whatever has more. int8 rounds the codes of bitsandbytes to 8 bits, for machines where
+they run slowly (edgekv/convert.py, `advice`).
 """
 
 from __future__ import annotations
@@ -124,16 +124,6 @@ class Holding:
             return split_blocks(values, group=wanted.group), Rounding()
         held = quantize_blocks(values, bits=wanted.bits, group=wanted.group)
         return held, Rounding.between(values, held)
-
-
-def advice(scheme: str) -> str:
-    """What a user may want to know of a scheme (`scheme_name`) before using it; empty: nothing."""
-    if not any(f"{kind}/" in scheme for kind in TABLES):
-        return ""
-    return (
-        "ONNX Runtime unpacks bitsandbytes' codes at every step: `edgekv convert FOLDER OUT --lossy int8` rounds them "
-        "to 8 bits, which is many times as fast, and prints what that cost."
-    )
 
 
 def scheme_name(forms: set[Form], options: ConvertOptions) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgekv import device as hardware
@@ -78,7 +78,9 @@ def footprint_of(model: ConvertedModel, options: LoadOptions) -> Footprint:
     """What the weights of a converted model take in the engine that serves these options."""
     if choose(options.engine, options.device, options.kv_dtype).name == "torch":
         return Footprint.in_torch(model.spec, model.description.weight_bytes, options.device)
-    return Footprint.of(model.spec, model.description.weight_bytes, model.description.scheme)
+    footprint = Footprint.of(model.spec, model.description.weight_bytes, model.description.scheme)
+    in_registers = options.device == "cpu" and native.table_refusal() is None
+    return replace(footprint, unpacked_bytes=0) if in_registers else footprint
 
 
 def plan_request(spec: ModelSpec, options: LoadOptions, *, server: bool = False) -> PlanRequest:

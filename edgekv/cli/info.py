@@ -132,7 +132,8 @@ def _foreign_rows(foreign: ForeignFolder, home: Path) -> Rows:
 
 def _source_rows(path: Path, home: Path) -> Rows:
     """A checkpoint as it was published, what edgekv will make of it, and what it has made already."""
-    from edgekv.holding import ConvertOptions, Holding, advice, scheme_name
+    from edgekv.convert import advice
+    from edgekv.holding import ConvertOptions, Holding, scheme_name
     from edgekv.identity import Record
     from edgekv.weights import open_source
 
@@ -164,8 +165,8 @@ def _source_rows(path: Path, home: Path) -> Rows:
 _OPERATORS = {
     "int sum": "two 8-bit matrices that add up to 16 bits, by MatMulNBits",
     "float": "float32, by MatMul",
-    "nf4": "the same codes, by MatMulBnb4 (slow on a CPU)",
-    "fp4": "the same codes, by MatMulBnb4 (slow on a CPU)",
+    "nf4": "the same codes, by edgekv's own operator or MatMulBnb4",
+    "fp4": "the same codes, by edgekv's own operator or MatMulBnb4",
 }
 """What becomes of a matrix, and what multiplies by it."""
 

@@ -25,6 +25,7 @@
 #include "attention.h"
 #include "matmul.h"
 #include "ort_kernel.h"
+#include "table.h"
 
 namespace edgekv {
 namespace {
@@ -164,7 +165,7 @@ EDGEKV_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
   edgekv::api = ort::Api(table);
   ort::CustomOpDomain* domain = nullptr;
   if (ort::Status* status = edgekv::api.CreateCustomOpDomain("edgekv", &domain)) return status;
-  for (const ort::CustomOp* op : {&edgekv::op, edgekv::packed_matmul_op()}) {
+  for (const ort::CustomOp* op : {&edgekv::op, edgekv::packed_matmul_op(), edgekv::table_matmul_op()}) {
     if (ort::Status* status = edgekv::api.CustomOpDomain_Add(domain, op)) return status;
   }
   return edgekv::api.AddCustomOpDomain(options, domain);
@@ -181,4 +182,9 @@ EDGEKV_EXPORT const char* edgekv_instruction_set() {
 // The instruction set that products of packed weights run with; "plain" is slower than ONNX Runtime's own.
 EDGEKV_EXPORT const char* edgekv_matmul_instruction_set() {
   return edgekv::best_matmul(std::getenv("EDGEKV_NATIVE_ISA"))->name;
+}
+
+// The instruction set that products with a table (NF4, FP4) run with; "plain" is slower than ONNX Runtime's own.
+EDGEKV_EXPORT const char* edgekv_table_instruction_set() {
+  return edgekv::best_table(std::getenv("EDGEKV_NATIVE_ISA"))->name;
 }

@@ -143,7 +143,8 @@ ort::CustomOp custom_op() {
   return op;
 }
 
-// The operator of matmul_op.cpp.
+// The operators of matmul_op.cpp and table_op.cpp.
 const ort::CustomOp* packed_matmul_op();
+const ort::CustomOp* table_matmul_op();
 
 }  // namespace edgekv

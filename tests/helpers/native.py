@@ -10,13 +10,14 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parents[2] / "edgekv" / "native"
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w")
 _OWN_FLAGS = {
-    **dict.fromkeys(("kernels_avx2", "matmul_avx2"), ("-mavx2", "-mfma")),
-    **dict.fromkeys(("kernels_avx512", "matmul_avx512"), (
+    **dict.fromkeys(("kernels_avx2", "matmul_avx2", "table_avx2"), ("-mavx2", "-mfma")),
+    **dict.fromkeys(("kernels_avx512", "matmul_avx512", "table_avx512"), (
         "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni",
     )),
 } if platform.machine() in ("x86_64", "AMD64") else {"kernels_neon": ("-march=armv8.2-a+dotprod",)}  # fmt: skip
 _ATTENTION = ("attention", "kernels", "kernels_plain", "kernels_avx2", "kernels_avx512", "kernels_neon")
 _MATMUL = ("matmul", "matmul_plain", "matmul_avx2", "matmul_avx512")
+_TABLE = ("table", "table_plain", "table_avx2", "table_avx512")
 _PROGRAMS = {"test_attention": _ATTENTION, "test_matmul": _MATMUL}
 
 
@@ -28,7 +29,7 @@ def compiler() -> str | None:
 def build_library(folder: Path) -> Path:
     """Build the operators' library into a folder."""
     target = folder / "libedgekv_ops.so"
-    _link(folder, (*_ATTENTION, *_MATMUL, "op", "matmul_op"), target, ("-shared",))
+    _link(folder, (*_ATTENTION, *_MATMUL, *_TABLE, "op", "matmul_op", "table_op"), target, ("-shared",))
     return target
 
 

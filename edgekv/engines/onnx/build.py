@@ -20,7 +20,8 @@ output projection, residual + norm (one operator), gate, up, SiLU, down. Choices
 * Q, K and V that cannot be packed (different orders, kinds, or blocks across two of them) run one by one and are joined
   by a Concat, which copies one row a token.
 * bitsandbytes weights go to MatMulBnb4. It unpacks the whole matrix at each call: 1536x576 takes 0.25 to 0.46 ms where
-  8-bit MatMulNBits takes 0.03, 8960x1536 takes 13 to 21 ms and 0.34 (2 cores, onnxruntime 1.32.0).
+  8-bit MatMulNBits takes 0.03, 8960x1536 takes 13 to 21 ms and 0.34 (2 cores, onnxruntime 1.32.0). table.py puts the
+  project's own product in its place when a session is opened.
 * A layer that the publisher left in float is a MatMul. An embedding or head left so is a SplitWeight: the two 8-bit
   matrices lie side by side, [V, 2 E]; the head's input is repeated, the embedding's two halves are added.
 * accuracy_level is 4 (int8 activations inside MatMulNBits): level 0 runs at 1.6 tokens/s, level 1 five times slower.
@@ -41,6 +42,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from edgekv.engines.onnx.table import QUANT_TYPES
 from edgekv.engines.rope import rope_inputs
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.spec import ModelSpec
@@ -77,8 +79,6 @@ _STANDARD_DOMAIN = (
     "Split",
     "Tanh",
 )  # the norm by ONNX Runtime's own convention
-
-_BNB_TYPES = {"fp4": 0, "nf4": 1}
 
 
 class Matrices(Protocol):
@@ -469,7 +469,7 @@ def _store(graph: _Graph, name: str, weight: Held, bias: Float32 | None = None) 
     if isinstance(weight, Bnb4Weight):
         names = [graph.constant(f"{name}.codes", weight.packed), graph.constant(f"{name}.absmax", weight.absmax)]
         rows, columns = weight.shape
-        attributes = {"N": rows, "K": columns, "block_size": weight.block, "quant_type": _BNB_TYPES[weight.kind]}
+        attributes = {"N": rows, "K": columns, "block_size": weight.block, "quant_type": QUANT_TYPES[weight.kind]}
         return _Linear("MatMulBnb4", names, attributes, bias=bias_name)
     return _Linear("MatMul", [graph.constant(f"{name}.weight", weight.T)], {}, bias=bias_name)
 

@@ -245,15 +245,17 @@ def open_session(
     session_options.log_severity_level = 3
     session_options.enable_mem_pattern = False  # shapes change from run to run, so patterns would only cost memory
     graph: str | bytes = str(model.graph)
-    own_matmul, weights = _own_matmul(options), None
+    own_matmul, own_table = _own_matmul(options), _own_table(options)
+    weights, tables = None, False
     as_stored = kv.dtype == "int8" and kv.granularity != "tensor" and options.accuracy_level == 4 and not options.half
-    if attention == "native" or own_matmul or not as_stored or model.is_foreign:
+    if attention == "native" or own_matmul or own_table or not as_stored or model.is_foreign:
         made, place = _other_graph(model, kv, options, attention, scales)
         weights = _packed(made, place, options.threads) if own_matmul else None
+        tables = own_table and _with_tables(made)
         graph = bytes(made.SerializeToString())
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
     try:
-        if attention == "native" or weights is not None:
+        if attention == "native" or weights is not None or tables:
             session_options.register_custom_ops_library(str(native.library()))
         return ort.InferenceSession(graph, session_options, providers=[provider]), weights
     except Exception as error:  # ONNX Runtime raises a class of its own per status code
@@ -271,6 +273,17 @@ def _own_matmul(options: OnnxOptions) -> bool:
     if reason is not None:
         raise UnsupportedModel(f"The native product with packed weights cannot be used: {reason}.")
     return True
+
+
+def _own_table(options: OnnxOptions) -> bool:
+    """Whether the project's own product takes the place of MatMulBnb4; it is as exact at every accuracy level."""
+    return options.matmul != "onnxruntime" and options.device == "cpu" and native.table_refusal() is None
+
+
+def _with_tables(graph: onnx.ModelProto) -> bool:
+    from edgekv.engines.onnx.table import set_table_matmul
+
+    return set_table_matmul(graph)
 
 
 def _packed(graph: onnx.ModelProto, folder: Path, threads: int) -> Array | None:

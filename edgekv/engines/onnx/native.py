@@ -97,6 +97,14 @@ def matmul_refusal() -> str | None:
     return "it has none for this processor that is faster" if matmul_instruction_set() == "plain" else None
 
 
+def table_refusal() -> str | None:
+    """Why MatMulBnb4 is kept on this machine; None if the project's own product with a table is faster here."""
+    reason = unavailable()
+    if reason is None and _name(functions().edgekv_table_instruction_set) == "plain":
+        return "it has none for this processor that is faster"
+    return reason
+
+
 @cache
 def _load(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
     if not path.exists():
