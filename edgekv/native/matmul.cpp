@@ -134,13 +134,9 @@ void encode_piece(void* argument, size_t index) {
   encode_tiles(job, first, std::min(first + kTileRows, job.product.rows));
 }
 
-// sums += what is added to every row, and to each.
-void add_rest(const Product& p, int64_t row, int rows, int64_t first, int64_t count) {
-  const int64_t stride = p.packing.outputs;
+void add_bias(const float* bias, float* sums, int rows, int64_t stride, int64_t count) {
   for (int r = 0; r < rows; r++) {
-    const int64_t place = (row + r) * stride + first;
-    for (int64_t i = 0; p.bias && i < count; i++) p.out[place + i] += p.bias[first + i];
-    for (int64_t i = 0; p.residual && i < count; i++) p.out[place + i] += p.residual[place + i];
+    for (int64_t i = 0; i < count; i++) sums[r * stride + i] += bias[i];
   }
 }
 
@@ -149,8 +145,8 @@ void multiply_gated(const Job& job, int64_t pair, int64_t row, const InputTile& 
   const Product& p = job.product;
   const int64_t bytes = p.packing.panel_bytes();
   float gates[kTileRows * kPanel], ups[kTileRows * kPanel];
-  job.kernels.multiply(p.packing, p.weights + 2 * pair * bytes, tile, gates, kPanel);
-  job.kernels.multiply(p.packing, p.weights + (2 * pair + 1) * bytes, tile, ups, kPanel);
+  job.kernels.multiply(p.packing, p.weights + 2 * pair * bytes, tile, nullptr, gates, kPanel);
+  job.kernels.multiply(p.packing, p.weights + (2 * pair + 1) * bytes, tile, nullptr, ups, kPanel);
   for (int r = 0; r < tile.rows; r++) {
     float* out = p.out + (row + r) * p.width() + pair * kPanel;
     job.kernels.combine(p.gate, gates + r * kPanel, ups + r * kPanel, out);
@@ -164,14 +160,16 @@ void multiply_one(const Job& job, int64_t panel, int64_t row, const InputTile& t
   const int64_t stride = p.packing.outputs;
   const uint8_t* weights = p.weights + panel * p.packing.panel_bytes();
   float* out = p.out + row * stride + first;
+  const float* residual = p.residual ? p.residual + row * stride + first : nullptr;
   if (count == kPanel) {
-    job.kernels.multiply(p.packing, weights, tile, out, stride);
+    job.kernels.multiply(p.packing, weights, tile, residual, out, stride);
   } else {
-    float whole[kTileRows * kPanel];
-    job.kernels.multiply(p.packing, weights, tile, whole, kPanel);
+    float whole[kTileRows * kPanel], rest[kTileRows * kPanel] = {};
+    for (int r = 0; residual && r < tile.rows; r++) std::copy_n(residual + r * stride, count, rest + r * kPanel);
+    job.kernels.multiply(p.packing, weights, tile, rest, whole, kPanel);
     for (int r = 0; r < tile.rows; r++) std::copy_n(whole + r * kPanel, count, out + r * stride);
   }
-  if (p.bias || p.residual) add_rest(p, row, tile.rows, first, count);
+  if (p.bias) add_bias(p.bias + first, out, tile.rows, stride, count);
 }
 
 // Panels, or pairs of them.

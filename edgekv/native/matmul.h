@@ -87,8 +87,9 @@ struct MatMulKernels {
   int tile_rows;  // at most
   // One row of K floats, normed where there is a gain, into its place in a tile.
   void (*encode)(const float* x, const Product&, int row, const InputTile&);
-  // The tile times one panel: [rows, 16] sums, `stride` floats apart.
-  void (*multiply)(const Packing&, const uint8_t* panel, const InputTile&, float* out, int64_t stride);
+  // The tile times one panel, and the residual added where there is one: [rows, 16] sums, rows `stride` floats apart.
+  void (*multiply)(const Packing&, const uint8_t* panel, const InputTile&, const float* residual, float* out,
+                   int64_t stride);
   // act(gate) * up, of a panel's outputs in one row.
   void (*combine)(Gate, const float* gate, const float* up, float* out);
 };

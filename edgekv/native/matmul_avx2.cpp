@@ -81,8 +81,8 @@ void dot_block(Sums<R, Bits>& sums, const uint8_t* codes, const int8_t* x, int s
 
 // Half a panel.
 template <int R, int Bits>
-void multiply_half(const Packing& packing, const uint8_t* panel, int half, const InputTile& tile, float* out,
-                   int64_t stride) {
+void multiply_half(const Packing& packing, const uint8_t* panel, int half, const InputTile& tile, const float* residual,
+                    float* out, int64_t stride) {
   const uint8_t* zeros = panel + packing.scale_bytes();
   const uint8_t* codes = zeros + packing.zero_bytes() + half * 4 * kLanes;
   const int block = packing.block();
@@ -116,20 +116,26 @@ void multiply_half(const Packing& packing, const uint8_t* panel, int half, const
     }
   }
   EDGEKV_UNROLL
-  for (int r = 0; r < R; r++) _mm256_storeu_ps(out + r * stride + half * kLanes, sums[r]);
+  for (int r = 0; r < R; r++) {
+    const int64_t at = r * stride + half * kLanes;
+    if (residual) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(residual + at));
+    _mm256_storeu_ps(out + at, sums[r]);
+  }
 }
 
 template <int R>
-void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile& tile, float* out, int64_t stride) {
+void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile& tile, const float* residual,
+                    float* out, int64_t stride) {
   const auto multiply_one = packing.bits == 4 ? multiply_half<R, 4> : multiply_half<R, 8>;
-  for (int half = 0; half < kPanel / kLanes; half++) multiply_one(packing, panel, half, tile, out, stride);
+  for (int half = 0; half < kPanel / kLanes; half++) multiply_one(packing, panel, half, tile, residual, out, stride);
 }
 
-void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, float* out, int64_t stride) {
+void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, const float* residual,
+                    float* out, int64_t stride) {
   switch (tile.rows) {
-    case 4: return multiply_rows<4>(packing, panel, tile, out, stride);
-    case 2: return multiply_rows<2>(packing, panel, tile, out, stride);
-    default: return multiply_rows<1>(packing, panel, tile, out, stride);
+    case 4: return multiply_rows<4>(packing, panel, tile, residual, out, stride);
+    case 2: return multiply_rows<2>(packing, panel, tile, residual, out, stride);
+    default: return multiply_rows<1>(packing, panel, tile, residual, out, stride);
   }
 }
 

@@ -92,8 +92,6 @@ def matmul_refusal() -> str | None:
     reason = unavailable()
     if reason is not None:
         return reason
-    if not hasattr(functions(), "edgekv_pack"):
-        return "the library is older than this edgekv: build it again"
     return "it has none for this processor that is faster" if matmul_instruction_set() == "plain" else None
 
 
