@@ -2,6 +2,7 @@
 perplexity on 4,096 tokens is that of the dequantised weights in transformers.
 
     EDGEKV_GPTQMODEL  a Python that has gptqmodel 7.7.0; without it one is made (its torch takes several GB)
+                      (bitsandbytes 0.50.2 has to be in the environment of the tests)
     EDGEKV_TEXT       a text for the perplexity; without it, the language reference that every Python carries
 
 The float checkpoint is the default model's GGUF file as transformers dequantises it. The quantiser calibrates on other
@@ -81,6 +82,7 @@ def with_gptqmodel(python: str, method: str, source: Path, out: Path) -> None:
 
 def with_bitsandbytes(source: Path, out: Path) -> None:
     """NF4 with double quantisation."""
+    pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes==0.50.2 into the tests' environment")
     how = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
     )
