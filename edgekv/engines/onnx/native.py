@@ -27,6 +27,9 @@ CACHE_FORMAT = 2
 PACKED_WEIGHTS = "packed_weights"
 """The graph's input that holds all matrices of the project's own product (engines/onnx/packed.py)."""
 
+_EXPORTS = ("edgekv_cache_format", "edgekv_pack", "edgekv_table_instruction_set")
+"""Functions that a library of this edgekv has, one of each operator; an older one lacks some."""
+
 _SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 _FOLDER = Path(__file__).resolve().parents[2] / "native" / "_lib"
 
@@ -114,6 +117,6 @@ def _load(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{path} cannot be loaded ({error})"
-    if not hasattr(loaded, "edgekv_cache_format") or loaded.edgekv_cache_format() != CACHE_FORMAT:
+    if not all(hasattr(loaded, name) for name in _EXPORTS) or loaded.edgekv_cache_format() != CACHE_FORMAT:
         return None, f"{path} was built from the sources of another edgekv: build it again"
     return loaded, None
