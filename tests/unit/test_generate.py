@@ -6,6 +6,7 @@ which distance each stands. In-cache positions mean: slot i stands `length - i` 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -375,11 +376,11 @@ def consume(events: Iterator[Event], error: type[BaseException]) -> bool:
     return False
 
 
-class _Interrupting(list[int]):
-    """A list whose next growth is interrupted after it has happened."""
+class _Interrupting(array):  # type: ignore[type-arg]
+    """An array whose next growth is interrupted after it has happened."""
 
-    def __iadd__(self, other: Any) -> Any:
-        super().__iadd__(other)
+    def extend(self, tokens: Any) -> None:
+        super().extend(tokens)
         raise KeyboardInterrupt
 
 
@@ -388,7 +389,7 @@ def test_ctrl_c_between_two_statements_of_an_eviction() -> None:
     engine = FakeEngine(KVSpec(64, sinks=4, stride=8), SPEC)
     timeline, ids = Timeline(engine), list(range(3, 67))
     timeline.append(ids)
-    timeline._gone = _Interrupting()
+    timeline._gone = _Interrupting("i")
     with pytest.raises(KeyboardInterrupt):
         timeline.append([5])
     assert timeline.tokens == list(engine.tokens)
