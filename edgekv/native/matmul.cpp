@@ -57,26 +57,26 @@ uint32_t spread(uint32_t nibbles) {
   return (pairs | pairs << 4) & 0x0f0f0f0f;
 }
 
-// One output's codes. What lies beyond K in its last group is copied too: the inputs are zero there.
-void pack_row(const Packing& packing, const uint8_t* codes, int output, uint8_t* out) {
-  const int64_t count = std::min(packing.padded(), packing.groups() * packing.group), step = kPanel * 4;
-  for (int64_t input = 0; input < count; input += 8) {
-    uint32_t words[2];
-    if (packing.bits == 8) {
-      std::memcpy(out + input / 4 * step + output * 4, codes + input, 4);
-      std::memcpy(out + (input / 4 + 1) * step + output * 4, codes + input + 4, 4);
-      continue;
-    }
-    std::memcpy(words, codes + input / 2, 4);
-    words[1] = spread(words[0] & 0xffff) | spread(words[0] >> 16) << 4;
-    std::memcpy(out + input / 8 * step + output * 4, words + 1, 4);
-  }
+// Eight codes of 4 bits in the order of a panel: the first four in the low nibbles.
+uint32_t pack_eight(const uint8_t* codes) {
+  uint32_t word;
+  std::memcpy(&word, codes, sizeof word);
+  return spread(word & 0xffff) | spread(word >> 16) << 4;
 }
 
+// Step by step, so that a panel is written from end to end. What lies beyond K in the last group is copied too: the inputs
+// are zero there.
 void pack_codes(const Packing& packing, const Unpacked& matrix, int64_t first, uint8_t* out) {
   const int64_t row_bytes = packing.groups() * packing.group * packing.bits / 8;
-  for (int i = 0; i < kPanel && first + i < packing.outputs; i++) {
-    pack_row(packing, matrix.codes + (first + i) * row_bytes, i, out);
+  const int64_t bytes = std::min(packing.padded() * packing.bits / 8, row_bytes);
+  const int64_t outputs = std::min<int64_t>(kPanel, packing.outputs - first);
+  const uint8_t* codes = matrix.codes + first * row_bytes;
+  for (int64_t byte = 0; byte < bytes; byte += 4, out += 4 * kPanel) {
+    for (int64_t i = 0; i < outputs; i++) {
+      const uint8_t* source = codes + i * row_bytes + byte;
+      const uint32_t word = pack_eight(source);
+      std::memcpy(out + 4 * i, packing.bits == 4 ? reinterpret_cast<const uint8_t*>(&word) : source, 4);
+    }
   }
 }
 
@@ -228,9 +228,9 @@ const char* fault(const Packing& p) {
   return nullptr;
 }
 
-void pack(const Packing& packing, const Unpacked& matrix, int64_t step, uint8_t* out) {
+void pack(const Packing& packing, const Unpacked& matrix, int64_t first, int64_t last, int64_t step, uint8_t* out) {
   const int64_t bytes = packing.panel_bytes();
-  for (int64_t panel = 0; panel < packing.panels(); panel++) {
+  for (int64_t panel = first; panel < last; panel++) {
     uint8_t* place = out + panel * step * bytes;
     std::memset(place, 0, static_cast<size_t>(bytes));
     pack_scales(packing, matrix, panel * kPanel, place);

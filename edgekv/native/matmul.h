@@ -97,8 +97,8 @@ struct MatMulKernels {
 // Why the problem is not one that can be computed; null if it is.
 const char* fault(const Packing&);
 
-// Packs a matrix, its panels `step` panels apart.
-void pack(const Packing&, const Unpacked&, int64_t step, uint8_t* out);
+// Packs the panels first .. last - 1 of a matrix, whose panels lie `step` panels apart from `out` on.
+void pack(const Packing&, const Unpacked&, int64_t first, int64_t last, int64_t step, uint8_t* out);
 
 // Computes the product.
 void multiply(const Product&, const MatMulKernels&, const Parallel&);

@@ -108,12 +108,12 @@ const ort::CustomOp* packed_matmul_op() {
 
 }  // namespace edgekv
 
-// For the loader: how many bytes a packed matrix takes, or 0 if it cannot be packed; and packing one whose place is `out`.
+// For the loader: how many bytes a packed matrix takes, or 0 if it cannot be packed; and packing some panels of one.
 EDGEKV_EXPORT void edgekv_packed_bytes(const edgekv::Packing* packing, int64_t* bytes) {
   *bytes = edgekv::fault(*packing) ? 0 : packing->bytes();
 }
 
-EDGEKV_EXPORT void edgekv_pack(const edgekv::Packing* packing, const edgekv::Unpacked* matrix, int64_t step,
-                               uint8_t* out) {
-  edgekv::pack(*packing, *matrix, step, out);
+EDGEKV_EXPORT void edgekv_pack(const edgekv::Packing* packing, const edgekv::Unpacked* matrix, int64_t first,
+                               int64_t last, int64_t step, uint8_t* out) {
+  edgekv::pack(*packing, *matrix, first, last, step, out);
 }

@@ -171,7 +171,10 @@ std::vector<float> compute(const Case& c, const MatMulKernels& kernels) {
   const int64_t count = static_cast<int64_t>(c.matrices.size());
   Bytes weights(p.bytes() * count);
   for (int64_t i = 0; i < count; i++) {
-    pack(p, c.matrices[static_cast<size_t>(i)].unpacked(), count, weights.data() + i * p.panel_bytes());
+    const Unpacked matrix = c.matrices[static_cast<size_t>(i)].unpacked();
+    const int64_t half = p.panels() / 2;  // in two parts, as the loader may
+    pack(p, matrix, 0, half, count, weights.data() + i * p.panel_bytes());
+    pack(p, matrix, half, p.panels(), count, weights.data() + i * p.panel_bytes());
   }
   std::vector<float> out(static_cast<size_t>(c.rows * p.outputs), std::numeric_limits<float>::quiet_NaN());
   p.outputs *= count;

@@ -19,9 +19,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,6 +40,7 @@ from edgekv.engines.onnx.surgery import attribute
 Array = np.ndarray[Any, Any]
 _LINE = 64  # bytes; native/matmul.h
 _PANEL = 16  # outputs; native/matmul.h
+_PART = 256  # panels that are packed at once
 _GATES = {"QuickGelu": 1, "FastGelu": 2}
 _ORDER, _BIAS = 4, 5  # input positions in MatMulNBits
 
@@ -73,18 +75,22 @@ class _Matrix:
     zeros: onnx.TensorProto | None
 
     @property
-    def panel_bytes(self) -> int:
+    def panels(self) -> int:
         """Of 16 outputs."""
-        return self.size // -(-int(self.packing.outputs) // _PANEL)
+        return -(-int(self.packing.outputs) // _PANEL)
 
-    def pack(self, folder: Path, step: int, out: Array) -> None:
-        """Write its panels, `step` panels apart, from the beginning of `out` on."""
+    def parts(self, folder: Path, step: int, out: Array) -> Iterator[Callable[[], None]]:
+        """What writes its panels from the beginning of `out` on, `step` panels apart, some thousand outputs a call."""
+        for first in range(0, self.panels, _PART):
+            yield partial(self._pack, folder, step, out, first, min(first + _PART, self.panels))
+
+    def _pack(self, folder: Path, step: int, out: Array, first: int, last: int) -> None:
         codes = np.ascontiguousarray(tensor_array(self.codes, folder))
         zeros = None if self.zeros is None else np.ascontiguousarray(tensor_array(self.zeros, folder))
         parts = (codes, np.ascontiguousarray(self.scales), zeros)
         source = _Unpacked(*(None if part is None else part.ctypes.data for part in parts))
-        target = ctypes.c_void_p(out.ctypes.data)
-        native.functions().edgekv_pack(ctypes.byref(self.packing), ctypes.byref(source), ctypes.c_int64(step), target)
+        numbers, target = map(ctypes.c_int64, (first, last, step)), ctypes.c_void_p(out.ctypes.data)
+        native.functions().edgekv_pack(ctypes.byref(self.packing), ctypes.byref(source), *numbers, target)
 
 
 @dataclass(frozen=True)
@@ -134,10 +140,10 @@ class _Product:
             epsilon=self.epsilon,
         )
 
-    def pack(self, folder: Path, out: Array) -> None:
-        """Pack its matrices, panels in turn."""
+    def parts(self, folder: Path, out: Array) -> Iterator[Callable[[], None]]:
+        """What packs its matrices, panels in turn."""
         for index, matrix in enumerate(self.matrices):
-            matrix.pack(folder, len(self.matrices), out[index * matrix.panel_bytes :])
+            yield from matrix.parts(folder, len(self.matrices), out[index * (matrix.size // matrix.panels) :])
 
 
 Step: TypeAlias = onnx.NodeProto | _Product
@@ -161,8 +167,9 @@ def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) ->
     memory = _large_memory(ends[-1])
     with ThreadPoolExecutor(threads or None) as pool:
         waiting = [
-            pool.submit(product.pack, folder, memory[offset:])
+            pool.submit(part)
             for product, offset in zip(products, ends[:-1], strict=True)
+            for part in product.parts(folder, memory[offset:])
         ]
         for each in waiting:
             each.result()
