@@ -6,7 +6,8 @@
     restore        loading a saved session (its hash checked, its rows copied) beside reading the same tokens
     save           what writing the session after an answer takes, and its size
 
-Times mean something on an idle machine only. The last line of the output is JSON.
+Times mean something on an idle machine only; on a busy one `--cpu-time` counts this process's own time instead, which
+leaves out the disk's, on one thread. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ QUESTION = "What would you take along on a long walk in the hills, and why?"
 EARLY, LATE = 2, 50
 """The turns that are compared."""
 ANSWER_TOKENS = 24
+clock = time.perf_counter
 LIMIT = 1.3
 """Issue: the first token of turn 50 within 1.3 times that of turn 2."""
 
@@ -96,12 +98,12 @@ def _restored(runtime: edgekv.Runtime, length: int, rounds: int, path: Path) -> 
 
 def _ask(session: edgekv.Session, text: str) -> float:
     """Send a text as `edgekv chat` does; seconds until the first text of the answer."""
-    started = time.perf_counter()
+    started = clock()
     session.precheck(text).require()
     waited = 0.0
     for event in session.send(text):
         if isinstance(event, edgekv.TextDelta) and not waited:
-            waited = time.perf_counter() - started
+            waited = clock() - started
     return waited
 
 
@@ -119,9 +121,9 @@ def _text_of(runtime: edgekv.Runtime, length: int) -> str:
 
 
 def _timed(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    started = clock()
     action()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def _median_ms(seconds: Sequence[float]) -> float:
@@ -136,7 +138,11 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--cpu-time", action="store_true", help="count this process's own time, on one thread")
     options = parser.parse_args()
+    if options.cpu_time:
+        global clock
+        clock, options.threads = time.process_time, 1
     turns, lengths = [], []
     for capacity in options.capacities:
         turns.append(first_token(options.model, capacity, options.rounds, options.threads))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
@@ -229,5 +229,10 @@ def _scales_line(path: Path, model: ConvertedModel) -> str:
     return (
         f"{scales.dtype} per {scales.granularity}, {made.method} x{made.headroom:g} over {made.tokens} tokens "
         f"({made.corpus}); error K {made.k_error:.2%}, V {made.v_error:.2%}, saturated {made.saturated:.1e}"
-        + (f"; constants out of the keys of layers {', '.join(map(str, layers))}" if layers else "")
+        + (f"; constants out of the keys of {_layers_line(layers, model)}" if layers else "")
     )
+
+
+def _layers_line(layers: Sequence[int], model: ConvertedModel) -> str:
+    whole = len(layers) == model.spec.num_layers
+    return "all layers" if whole else f"layers {', '.join(map(str, layers))}"

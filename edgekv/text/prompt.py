@@ -15,6 +15,7 @@ included. Templates that refuse the probes pin what comes before the first turn,
 
 from __future__ import annotations
 
+import copy
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,8 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
         self._seen = _Seen()
+        self._guarded: list[tuple[Message, Message]] = []  # the messages of the last prompt, and the same guarded
+        self._last: tuple[bool, Prompt] | None = None  # that prompt
         self._with_tools: tuple[Sequence[Tool], ChatFormat] = ((), self)
 
     def with_tools(self, tools: Sequence[Tool]) -> ChatFormat:
@@ -85,7 +88,14 @@ class ChatFormat:
             InvalidOption: something is no message with a role and a text.
         """
         self._check(messages)
-        guarded = [self._guard_message(message) for message in messages]
+        known = [message for message, _ in self._guarded]
+        if self._last is not None and self._last[0] == add_generation_prompt and known == list(messages):
+            return self._last[1]  # checked first and sent then
+        made = self._prompt(self._guard_messages(messages), add_generation_prompt)
+        self._last = (add_generation_prompt, made)
+        return made
+
+    def _prompt(self, guarded: Sequence[Message], add_generation_prompt: bool) -> Prompt:
         text = self.template.render(guarded, add_generation_prompt=add_generation_prompt)
         starts = self._turn_starts(guarded, text)
         pinned = self._pinned_chars(guarded, text)
@@ -101,6 +111,14 @@ class ChatFormat:
     def encode(self, prompt_text: str) -> GuardedEncoding:
         """The ids of a prompt's text; BOS is among them exactly if the template wrote it (case C19)."""
         return self.tokenizer.encode_guarded(prompt_text)
+
+    def _guard_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages guarded; those that the last prompt began with are known."""
+        pairs = zip(self._guarded, messages, strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], pairs))
+        new = [(copy.deepcopy(message), self._guard_message(message)) for message in messages[kept:]]
+        self._last, self._guarded = None, [*self._guarded[:kept], *new]
+        return [guarded for _, guarded in self._guarded]
 
     def _guard_message(self, message: Message) -> Message:
         guarded: Any = self._guard(message) | {"role": message["role"]}
