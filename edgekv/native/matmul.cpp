@@ -134,42 +134,43 @@ void encode_piece(void* argument, size_t index) {
   encode_tiles(job, first, std::min(first + kTileRows, job.product.rows));
 }
 
-void add_bias(const float* bias, float* sums, int rows, int64_t stride, int64_t count) {
-  for (int r = 0; r < rows; r++) {
-    for (int64_t i = 0; i < count; i++) sums[r * stride + i] += bias[i];
-  }
-}
-
 // One tile times a pair of panels: act(first) * second.
 void multiply_gated(const Job& job, int64_t pair, int64_t row, const InputTile& tile) {
   const Product& p = job.product;
   const int64_t bytes = p.packing.panel_bytes();
   float gates[kTileRows * kPanel], ups[kTileRows * kPanel];
-  job.kernels.multiply(p.packing, p.weights + 2 * pair * bytes, tile, nullptr, gates, kPanel);
-  job.kernels.multiply(p.packing, p.weights + (2 * pair + 1) * bytes, tile, nullptr, ups, kPanel);
+  job.kernels.multiply(p.packing, p.weights + 2 * pair * bytes, tile, {}, gates, kPanel);
+  job.kernels.multiply(p.packing, p.weights + (2 * pair + 1) * bytes, tile, {}, ups, kPanel);
   for (int r = 0; r < tile.rows; r++) {
     float* out = p.out + (row + r) * p.width() + pair * kPanel;
     job.kernels.combine(p.gate, gates + r * kPanel, ups + r * kPanel, out);
   }
 }
 
+// The last outputs, fewer than a panel has: what lies beyond them is kept apart.
+void multiply_part(const Job& job, const uint8_t* weights, const InputTile& tile, const Addends& added, int64_t count,
+                   float* out) {
+  const int64_t stride = job.product.packing.outputs;
+  float sums[kTileRows * kPanel], residual[kTileRows * kPanel] = {}, bias[kPanel] = {};
+  if (added.bias) std::copy_n(added.bias, count, bias);
+  for (int r = 0; added.residual && r < tile.rows; r++) {
+    std::copy_n(added.residual + r * stride, count, residual + r * kPanel);
+  }
+  job.kernels.multiply(job.product.packing, weights, tile, {bias, residual}, sums, kPanel);
+  for (int r = 0; r < tile.rows; r++) std::copy_n(sums + r * kPanel, count, out + r * stride);
+}
+
 // One tile times one panel.
 void multiply_one(const Job& job, int64_t panel, int64_t row, const InputTile& tile) {
   const Product& p = job.product;
-  const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, p.packing.outputs - first);
-  const int64_t stride = p.packing.outputs;
+  const int64_t first = panel * kPanel, stride = p.packing.outputs, place = row * stride + first;
   const uint8_t* weights = p.weights + panel * p.packing.panel_bytes();
-  float* out = p.out + row * stride + first;
-  const float* residual = p.residual ? p.residual + row * stride + first : nullptr;
-  if (count == kPanel) {
-    job.kernels.multiply(p.packing, weights, tile, residual, out, stride);
+  const Addends added{p.bias ? p.bias + first : nullptr, p.residual ? p.residual + place : nullptr};
+  if (stride - first >= kPanel) {
+    job.kernels.multiply(p.packing, weights, tile, added, p.out + place, stride);
   } else {
-    float whole[kTileRows * kPanel], rest[kTileRows * kPanel] = {};
-    for (int r = 0; residual && r < tile.rows; r++) std::copy_n(residual + r * stride, count, rest + r * kPanel);
-    job.kernels.multiply(p.packing, weights, tile, rest, whole, kPanel);
-    for (int r = 0; r < tile.rows; r++) std::copy_n(whole + r * kPanel, count, out + r * stride);
+    multiply_part(job, weights, tile, added, stride - first, p.out + place);
   }
-  if (p.bias) add_bias(p.bias + first, out, tile.rows, stride, count);
 }
 
 // Panels, or pairs of them.

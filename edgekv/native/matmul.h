@@ -82,14 +82,19 @@ struct InputTile {
   int32_t* offsets;  // [blocks][rows]: the codes' sum times -2^(bits - 1), or times -1 where there are zero points
 };
 
+// What is added to the sums of a panel; either may be null.
+struct Addends {
+  const float* bias;      // [16]
+  const float* residual;  // [rows, 16], rows as far apart as those of the output
+};
+
 struct MatMulKernels {
   const char* name;
   int tile_rows;  // at most
   // One row of K floats, normed where there is a gain, into its place in a tile.
   void (*encode)(const float* x, const Product&, int row, const InputTile&);
-  // The tile times one panel, and the residual added where there is one: [rows, 16] sums, rows `stride` floats apart.
-  void (*multiply)(const Packing&, const uint8_t* panel, const InputTile&, const float* residual, float* out,
-                   int64_t stride);
+  // The tile times one panel: [rows, 16] sums, rows `stride` floats apart.
+  void (*multiply)(const Packing&, const uint8_t* panel, const InputTile&, const Addends&, float* out, int64_t stride);
   // act(gate) * up, of a panel's outputs in one row.
   void (*combine)(Gate, const float* gate, const float* up, float* out);
 };

@@ -81,15 +81,16 @@ void dot_block(Sums<R, Bits>& sums, const uint8_t* codes, const int8_t* x, int s
 
 // Half a panel.
 template <int R, int Bits>
-void multiply_half(const Packing& packing, const uint8_t* panel, int half, const InputTile& tile, const float* residual,
+void multiply_half(const Packing& packing, const uint8_t* panel, int half, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   const uint8_t* zeros = panel + packing.scale_bytes();
   const uint8_t* codes = zeros + packing.zero_bytes() + half * 4 * kLanes;
   const int block = packing.block();
   const int64_t blocks = packing.blocks(), group_blocks = packing.group / block;
+  const __m256 bias = added.bias ? _mm256_loadu_ps(added.bias + half * kLanes) : _mm256_setzero_ps();
   __m256 sums[R];
   EDGEKV_UNROLL
-  for (int r = 0; r < R; r++) sums[r] = _mm256_setzero_ps();
+  for (int r = 0; r < R; r++) sums[r] = bias;
   __m256 scale = _mm256_setzero_ps();
   __m256i zero = _mm256_set1_epi32(1);
   int64_t left = 0, place = half * kLanes;
@@ -118,24 +119,24 @@ void multiply_half(const Packing& packing, const uint8_t* panel, int half, const
   EDGEKV_UNROLL
   for (int r = 0; r < R; r++) {
     const int64_t at = r * stride + half * kLanes;
-    if (residual) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(residual + at));
+    if (added.residual) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(added.residual + at));
     _mm256_storeu_ps(out + at, sums[r]);
   }
 }
 
 template <int R>
-void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile& tile, const float* residual,
+void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   const auto multiply_one = packing.bits == 4 ? multiply_half<R, 4> : multiply_half<R, 8>;
-  for (int half = 0; half < kPanel / kLanes; half++) multiply_one(packing, panel, half, tile, residual, out, stride);
+  for (int half = 0; half < kPanel / kLanes; half++) multiply_one(packing, panel, half, tile, added, out, stride);
 }
 
-void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, const float* residual,
+void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   switch (tile.rows) {
-    case 4: return multiply_rows<4>(packing, panel, tile, residual, out, stride);
-    case 2: return multiply_rows<2>(packing, panel, tile, residual, out, stride);
-    default: return multiply_rows<1>(packing, panel, tile, residual, out, stride);
+    case 4: return multiply_rows<4>(packing, panel, tile, added, out, stride);
+    case 2: return multiply_rows<2>(packing, panel, tile, added, out, stride);
+    default: return multiply_rows<1>(packing, panel, tile, added, out, stride);
   }
 }
 

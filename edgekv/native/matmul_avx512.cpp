@@ -72,15 +72,16 @@ void dot_block(__m512i* dots, const uint8_t* codes, const int8_t* x) {
 }
 
 template <int R, int Bits, int Block>
-void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile& tile, const float* residual,
+void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   const uint8_t* zeros = panel + packing.scale_bytes();
   const uint8_t* codes = zeros + packing.zero_bytes();
   const int64_t blocks = packing.blocks(), group_blocks = packing.group / Block;
   const int8_t* x = tile.codes;
+  const __m512 bias = added.bias ? _mm512_loadu_ps(added.bias) : _mm512_setzero_ps();
   __m512 sums[R];
   EDGEKV_UNROLL
-  for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
+  for (int r = 0; r < R; r++) sums[r] = bias;
   const float* input_scales = tile.scales;
   const int32_t* offsets = tile.offsets;
   __m512 scale = _mm512_setzero_ps();
@@ -117,29 +118,29 @@ void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile
   }
   EDGEKV_UNROLL
   for (int r = 0; r < R; r++) {
-    if (residual) sums[r] = _mm512_add_ps(sums[r], _mm512_loadu_ps(residual + r * stride));
+    if (added.residual) sums[r] = _mm512_add_ps(sums[r], _mm512_loadu_ps(added.residual + r * stride));
     _mm512_storeu_ps(out + r * stride, sums[r]);
   }
 }
 
 template <int R>
-void multiply_tile(const Packing& packing, const uint8_t* panel, const InputTile& tile, const float* residual,
+void multiply_tile(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   const bool small = packing.block() == 16;
-  if (packing.bits == 4 && !small) return multiply_rows<R, 4, 32>(packing, panel, tile, residual, out, stride);
-  if (packing.bits == 4) return multiply_rows<R, 4, 16>(packing, panel, tile, residual, out, stride);
-  if (!small) return multiply_rows<R, 8, 32>(packing, panel, tile, residual, out, stride);
-  return multiply_rows<R, 8, 16>(packing, panel, tile, residual, out, stride);
+  if (packing.bits == 4 && !small) return multiply_rows<R, 4, 32>(packing, panel, tile, added, out, stride);
+  if (packing.bits == 4) return multiply_rows<R, 4, 16>(packing, panel, tile, added, out, stride);
+  if (!small) return multiply_rows<R, 8, 32>(packing, panel, tile, added, out, stride);
+  return multiply_rows<R, 8, 16>(packing, panel, tile, added, out, stride);
 }
 
-void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, const float* residual,
+void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   switch (tile.rows) {
-    case 12: return multiply_tile<12>(packing, panel, tile, residual, out, stride);
-    case 8: return multiply_tile<8>(packing, panel, tile, residual, out, stride);
-    case 4: return multiply_tile<4>(packing, panel, tile, residual, out, stride);
-    case 2: return multiply_tile<2>(packing, panel, tile, residual, out, stride);
-    default: return multiply_tile<1>(packing, panel, tile, residual, out, stride);
+    case 12: return multiply_tile<12>(packing, panel, tile, added, out, stride);
+    case 8: return multiply_tile<8>(packing, panel, tile, added, out, stride);
+    case 4: return multiply_tile<4>(packing, panel, tile, added, out, stride);
+    case 2: return multiply_tile<2>(packing, panel, tile, added, out, stride);
+    default: return multiply_tile<1>(packing, panel, tile, added, out, stride);
   }
 }
 

@@ -50,12 +50,13 @@ float multiply_one(const Packing& packing, const uint8_t* panel, const InputTile
   return sum;
 }
 
-void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, const float* residual,
+void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   for (int row = 0; row < tile.rows; row++) {
     for (int i = 0; i < kPanel; i++) {
       const int64_t at = row * stride + i;
-      out[at] = multiply_one(packing, panel, tile, row, i) + (residual ? residual[at] : 0.0f);
+      const float sum = multiply_one(packing, panel, tile, row, i) + (added.bias ? added.bias[i] : 0.0f);
+      out[at] = sum + (added.residual ? added.residual[at] : 0.0f);
     }
   }
 }
