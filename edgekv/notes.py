@@ -84,7 +84,8 @@ class Task:
         told = "" if repeated and own else text.strip()
         note = "\n".join(filter(None, (own, told)))
         ids = tokenizer.encode(note)
-        return Notepad(note if len(ids) <= self.limit else tokenizer.decode(ids[: self.limit]), self.noted)
+        cut = tokenizer.decode(ids[: self.limit]).rstrip("\ufffd")  # half a character would be several tokens again
+        return Notepad(note if len(ids) <= self.limit else cut, self.noted)
 
     def _repeats_answers(self, text: str) -> bool:
         said = {run for message in self.about if message["role"] == "assistant" for run in _runs(message["content"])}
