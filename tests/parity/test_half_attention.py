@@ -24,7 +24,7 @@ def test_half_attention_is_near(tiny_models: Any, open_onnx: Callable[..., Any],
     model = tiny_models.converted("llama")
     scales = measured_scales(model, "int8", "channel", TOKENS) if dtype == "int8" else None
     half = Timeline(open_onnx(model, KVSpec(96, half_dtype), scales, half_attention=True))
-    whole = Timeline(open_onnx(model, KVSpec(96, dtype), scales))
+    whole = Timeline(open_onnx(model, KVSpec(96, dtype), scales, attention="gqa"))
     for start in range(0, len(TOKENS), 20):
         a, _ = half.append(TOKENS[start : start + 20], all_logits=True)
         b, _ = whole.append(TOKENS[start : start + 20], all_logits=True)

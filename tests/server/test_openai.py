@@ -20,6 +20,7 @@ from helpers.serving import serving, serving_runtime
 from helpers.tools import HERMES, LLAMA
 
 import edgekv
+from edgekv.engines.cached import CachedEngine
 from edgekv.model.converted import ConvertedModel
 
 USER = [{"role": "user", "content": "Hello there"}]
@@ -414,8 +415,15 @@ class TestLimits:
             slow.sendall(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20000)
             assert b" 400 " in slow.recv(4096)
 
-    def test_the_queue(self, keyed: openai.OpenAI) -> None:
+    def test_the_queue(self, keyed: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
         """While one is answered, one waits (and is told when it has waited too long), and the next is refused."""
+        forward = CachedEngine.forward
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            time.sleep(0.05)  # a few tokens are then longer than anyone waits
+            return forward(*arguments, **options)
+
+        monkeypatch.setattr(CachedEngine, "forward", slow)
         first = keyed.completions.create(model="tiny-chat", prompt="Go", max_tokens=1900, stream=True, seed=1)
         next(iter(first))
         with pytest.raises(openai.InternalServerError) as late:
