@@ -377,6 +377,8 @@ def _version(*packages: str) -> str:
 # ---- attention alone ------------------------------------------------------------------------------------------------
 
 ATTENTION_ROUNDS = 15
+SPINNING_S = 0.1
+"""After this idle threads of ONNX Runtime have gone to sleep."""
 
 
 @dataclass(frozen=True)
@@ -419,11 +421,12 @@ def bench_attention(
 def _in_turn(
     runs: Mapping[str, Callable[[], object]], rounds: int, progress: Callable[[int, int], None]
 ) -> dict[str, list[float]]:
-    """Seconds of each, in rounds; the first round warms up. Threads of a session that has just run go on spinning for a
-    moment, which would slow the next one down: each runs twice, and the second counts."""
+    """Seconds of each, in rounds; the first round warms up. Threads of a session that has just run go on spinning, which
+    slows the next one down (two to four times on two cores): a pause before each, two runs, and the second counts."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for done in range(rounds + 1):
         for name, run in runs.items():
+            time.sleep(SPINNING_S)
             for counted in (False, True):
                 started = time.perf_counter()
                 run()
