@@ -421,8 +421,8 @@ def bench_attention(
 def _in_turn(
     runs: Mapping[str, Callable[[], object]], rounds: int, progress: Callable[[int, int], None]
 ) -> dict[str, list[float]]:
-    """Seconds of each, in rounds; the first round warms up. Threads of a session that has just run go on spinning, which
-    slows the next one down (two to four times on two cores): a pause before each, two runs, and the second counts."""
+    """Seconds of each, in rounds; the first round warms up. Threads of a session that has just run go on spinning, and
+    slow the next one down (two to four times on two cores): a pause before each, two runs, and the second counts."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for done in range(rounds + 1):
         for name, run in runs.items():
