@@ -83,12 +83,12 @@ def restored(model: str, lengths: Sequence[int], rounds: int, threads: int) -> l
 
 
 def _restored(runtime: edgekv.Runtime, length: int, rounds: int, path: Path) -> Restored:
-    text = _text_of(runtime, length)
     prefill, save, restore = [], [], []
-    for _ in range(rounds):
+    for number in range(rounds):
+        text = f"{number}. {_text_of(runtime, length)}"  # another one each time: rows of a waiting session are used again
         session = runtime.session(temperature=0.0, max_new_tokens=1)
         runtime.chat_state.reset()
-        prefill.append(_timed(lambda session=session: list(session.send(text))))
+        prefill.append(_timed(lambda session=session, text=text: list(session.send(text))))
         save.append(_timed(lambda session=session: session.save(path)))
         session.reset()
         restore.append(_timed(lambda session=session: session.load(path)))
@@ -116,7 +116,7 @@ def _text_of(runtime: edgekv.Runtime, length: int) -> str:
     """Shipped text, repeated, that becomes a prompt of at most this many tokens with an answer."""
     tokenizer = runtime.chat_state.tokenizer
     ids = tokenizer.encode("\n".join(seed_prompts()))
-    overhead = runtime.session().precheck("").input_tokens + 8
+    overhead = runtime.session().precheck("").input_tokens + 12
     return tokenizer.decode((ids * (length // len(ids) + 1))[: length - overhead])
 
 
