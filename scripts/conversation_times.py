@@ -85,7 +85,9 @@ def restored(model: str, lengths: Sequence[int], rounds: int, threads: int) -> l
 def _restored(runtime: edgekv.Runtime, length: int, rounds: int, path: Path) -> Restored:
     prefill, save, restore = [], [], []
     for number in range(rounds):
-        text = f"{number}. {_text_of(runtime, length)}"  # another one each time: rows of a waiting session are used again
+        text = (
+            f"{number}. {_text_of(runtime, length)}"  # another one each time: rows of a waiting session are used again
+        )
         session = runtime.session(temperature=0.0, max_new_tokens=1)
         runtime.chat_state.reset()
         prefill.append(_timed(lambda session=session, text=text: list(session.send(text))))
