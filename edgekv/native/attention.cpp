@@ -3,44 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <mutex>
 #include <vector>
+
+#include "scratch.h"
 
 namespace edgekv {
 namespace {
-
-// Memory for partial results, kept between calls. A session runs its nodes one after another, so one piece serves all
-// its layers; sessions on several threads each take their own.
-class Scratch {
- public:
-  explicit Scratch(size_t floats) {
-    std::lock_guard<std::mutex> lock(mutex());
-    auto& pool = idle();
-    if (!pool.empty()) {
-      memory_ = std::move(pool.back());
-      pool.pop_back();
-    }
-    if (memory_.size() < floats) memory_.resize(floats);
-  }
-  ~Scratch() {
-    std::lock_guard<std::mutex> lock(mutex());
-    idle().push_back(std::move(memory_));
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  float* data() { return memory_.data(); }
-
- private:
-  static std::mutex& mutex() {
-    static std::mutex instance;
-    return instance;
-  }
-  static std::vector<std::vector<float>>& idle() {
-    static std::vector<std::vector<float>> instance;
-    return instance;
-  }
-  std::vector<float> memory_;
-};
 
 Layout layout_of(const Problem& p) {
   const State& s = p.state;
