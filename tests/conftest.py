@@ -102,6 +102,25 @@ def open_onnx(attention: str) -> Iterator[Callable[..., OnnxEngine]]:
         engine.close()
 
 
+@pytest.fixture(scope="module")
+def native_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The native operators' library: the package's, or one built here."""
+    from helpers.native import build_library, compiler
+
+    from edgekv.engines.onnx import native
+
+    if native.library().exists():
+        yield
+        return
+    if compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    built = build_library(tmp_path_factory.mktemp("native"))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(native, "library", lambda: built)
+    yield
+    patch.undo()
+
+
 @pytest.fixture
 def open_torch() -> Iterator[Callable[..., TorchEngine]]:
     """`helpers.torch_engines.open_torch_engine`; what it opened is closed after the test."""

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "choice.h"
 #include "cpu.h"
 #include "scratch.h"
 
@@ -201,24 +202,13 @@ Job make_job(const Product& p, const MatMulKernels& kernels, const Inputs& input
   return {p, kernels, inputs, (count + range_panels - 1) / range_panels, range_panels};
 }
 
-struct Choice {
-  const char* name;
-  bool (*runs)();
-  const MatMulKernels* (*kernels)();
-};
-
-constexpr Choice kChoices[] = {{"avx512", has_avx512, avx512_matmul}, {"avx2", has_avx2, avx2_matmul}};
+constexpr Choice<const MatMulKernels* (*)()> kChoices[] = {{"avx512", has_avx512, avx512_matmul}, {"avx2", has_avx2, avx2_matmul}};
 
 }  // namespace
 
 const MatMulKernels* best_matmul(const char* limit) {
-  bool allowed = limit == nullptr;
-  for (const Choice& choice : kChoices) {
-    allowed = allowed || std::strcmp(limit, choice.name) == 0;
-    if (!allowed || !choice.runs()) continue;
-    if (const MatMulKernels* kernels = choice.kernels()) return kernels;
-  }
-  return plain_matmul();
+  const auto* kernels = first_choice(kChoices, limit);
+  return kernels ? kernels : plain_matmul();
 }
 
 const char* fault(const Packing& p) {

@@ -84,8 +84,9 @@ inline Tensor input(const ort::KernelContext* context, size_t index) {
   return tensor;
 }
 
-inline int64_t integer(const ort::KernelInfo* info, const char* name, int64_t otherwise) {
-  int64_t value = otherwise;
+template <typename Number>
+Number attribute(const ort::KernelInfo* info, const char* name, Number otherwise) {
+  Number value = otherwise;
   if (ort::Status* status = api.GetAttribute(info, name, &value)) {
     api.ReleaseStatus(status);
     return otherwise;
@@ -93,13 +94,12 @@ inline int64_t integer(const ort::KernelInfo* info, const char* name, int64_t ot
   return value;
 }
 
+inline int64_t integer(const ort::KernelInfo* info, const char* name, int64_t otherwise) {
+  return attribute(info, name, otherwise);
+}
+
 inline float number(const ort::KernelInfo* info, const char* name, float otherwise) {
-  float value = otherwise;
-  if (ort::Status* status = api.GetAttribute(info, name, &value)) {
-    api.ReleaseStatus(status);
-    return otherwise;
-  }
-  return value;
+  return attribute(info, name, otherwise);
 }
 
 // Data of the output, made with this shape.

@@ -2,8 +2,8 @@
 #include "table.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "choice.h"
 #include "cpu.h"
 #include "scratch.h"
 
@@ -54,24 +54,13 @@ void run(const Parallel& parallel, void (*body)(void*, size_t), int64_t count, J
   parallel.run(parallel.context, body, static_cast<size_t>(count), &job);
 }
 
-struct Choice {
-  const char* name;
-  bool (*runs)();
-  const TableKernels* (*kernels)();
-};
-
-constexpr Choice kChoices[] = {{"avx512", has_avx512, avx512_table}, {"avx2", has_avx2, avx2_table}};
+constexpr Choice<const TableKernels* (*)()> kChoices[] = {{"avx512", has_avx512, avx512_table}, {"avx2", has_avx2, avx2_table}};
 
 }  // namespace
 
 const TableKernels* best_table(const char* limit) {
-  bool allowed = limit == nullptr;
-  for (const Choice& choice : kChoices) {
-    allowed = allowed || std::strcmp(limit, choice.name) == 0;
-    if (!allowed || !choice.runs()) continue;
-    if (const TableKernels* kernels = choice.kernels()) return kernels;
-  }
-  return plain_table();
+  const auto* kernels = first_choice(kChoices, limit);
+  return kernels ? kernels : plain_table();
 }
 
 const char* fault(const TableProduct& p) {

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 SOURCES = Path(__file__).resolve().parents[2] / "edgekv" / "native"
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w")
 _OWN_FLAGS = {
@@ -38,6 +40,14 @@ def build_program(folder: Path, name: str, *flags: str) -> Path:
     target = folder / name
     _link(folder, (*_PROGRAMS[name], name), target, ("-pthread", *flags))
     return target
+
+
+def run_program(folder: Path, name: str, rounds: int, seed: int, sanitizers: str = "") -> None:
+    """Build test_attention or test_matmul, with sanitizers such as address,undefined, and run it; it has to succeed."""
+    if compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    flags = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g") if sanitizers else ()
+    subprocess.run([build_program(folder, name, *flags), str(rounds), str(seed)], check=True)
 
 
 def _link(folder: Path, names: tuple[str, ...], target: Path, flags: tuple[str, ...]) -> None:

@@ -11,8 +11,7 @@ Skipped only where there is no C++ compiler. The library is built for the tests 
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,20 +52,7 @@ FLOAT_TOLERANCE = 1e-4
 OPERATOR_TOLERANCE = 1e-3
 OpenEngine = Callable[..., OnnxEngine]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The operator's library: the package's, or one built here."""
-    if native.library().exists():
-        yield
-        return
-    if builder.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    built = builder.build_library(tmp_path_factory.mktemp("native"))
-    patch = pytest.MonkeyPatch()
-    patch.setattr(native, "library", lambda: built)
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 @pytest.fixture
@@ -363,18 +349,13 @@ def test_attributes_that_cannot_be_are_refused(attributes: dict[str, Any]) -> No
 
 def test_every_instruction_set(tmp_path: Path) -> None:
     """The C++ test program: random shapes on each instruction set that this machine has (NOTES.md: at length)."""
-    if builder.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    subprocess.run([builder.build_program(tmp_path, "test_attention"), "15", "77"], check=True)
+    builder.run_program(tmp_path, "test_attention", rounds=15, seed=77)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(tmp_path: Path, sanitizers: str) -> None:
-    if builder.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    flags = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g")
-    subprocess.run([builder.build_program(tmp_path, "test_attention", *flags), "60", "5"], check=True)
+    builder.run_program(tmp_path, "test_attention", rounds=60, seed=5, sanitizers=sanitizers)
 
 
 # ---- in the engine --------------------------------------------------------------------------------------------------

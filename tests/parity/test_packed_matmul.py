@@ -7,8 +7,7 @@ the project's own by 32, which is compared with a float64 model of just that.
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,20 +29,7 @@ from edgekv.kv.spec import KVSpec
 
 TOLERANCE = 2e-6
 
-
-@pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The operators' library: the package's, or one built here."""
-    if native.library().exists():
-        yield
-        return
-    if builder.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    built = builder.build_library(tmp_path_factory.mktemp("native"))
-    patch = pytest.MonkeyPatch()
-    patch.setattr(native, "library", lambda: built)
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 @dataclass(frozen=True)
@@ -276,15 +262,10 @@ def test_without_the_library_matmulnbits_stays(monkeypatch: pytest.MonkeyPatch) 
 
 def test_random_products_against_a_float64_twin(tmp_path: Path) -> None:
     """The C++ test program: random shapes on each instruction set that this machine has."""
-    if builder.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    subprocess.run([builder.build_program(tmp_path, "test_matmul"), "100", "77"], check=True)
+    builder.run_program(tmp_path, "test_matmul", rounds=100, seed=77)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing_in_products(tmp_path: Path, sanitizers: str) -> None:
-    if builder.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    flags = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g")
-    subprocess.run([builder.build_program(tmp_path, "test_matmul", *flags), "60", "5"], check=True)
+    builder.run_program(tmp_path, "test_matmul", rounds=60, seed=5, sanitizers=sanitizers)

@@ -5,7 +5,6 @@ Both sum products of float32 numbers, in another order: 2e-6 of the largest outp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from helpers import native as builder
 from helpers.published import Bnb, Published
 from onnx import TensorProto, helper, numpy_helper
 
@@ -25,20 +23,7 @@ from edgekv.kv.spec import KVSpec
 
 TOLERANCE = 2e-6
 
-
-@pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The operators' library: the package's, or one built here."""
-    if native.library().exists():
-        yield
-        return
-    if builder.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    built = builder.build_library(tmp_path_factory.mktemp("native"))
-    patch = pytest.MonkeyPatch()
-    patch.setattr(native, "library", lambda: built)
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 def product(rows: int, columns: int, block: int, kind: str) -> onnx.ModelProto:

@@ -92,18 +92,16 @@ def _name(function: Any) -> str:
 
 def matmul_refusal() -> str | None:
     """Why MatMulNBits is kept on this machine; None if the project's own product is faster here."""
-    reason = unavailable()
-    if reason is not None:
-        return reason
-    return "it has none for this processor that is faster" if matmul_instruction_set() == "plain" else None
+    return unavailable() or _slower(matmul_instruction_set())
 
 
 def table_refusal() -> str | None:
     """Why MatMulBnb4 is kept on this machine; None if the project's own product with a table is faster here."""
-    reason = unavailable()
-    if reason is None and _name(functions().edgekv_table_instruction_set) == "plain":
-        return "it has none for this processor that is faster"
-    return reason
+    return unavailable() or _slower(_name(functions().edgekv_table_instruction_set))
+
+
+def _slower(instruction_set: str) -> str | None:
+    return "it has none for this processor that is faster" if instruction_set == "plain" else None
 
 
 @cache
