@@ -61,7 +61,8 @@ int main(int argc, char** argv) {
   if (!kernels) return std::printf("there are no kernels for this processor\n"), 1;
   std::printf("%s\n", kernels->name);
   for (const Shape& shape : {Shape{960, 576, 4}, Shape{3072, 576, 4}, Shape{576, 1536, 4}, Shape{576, 576, 4},
-                             Shape{49152, 576, 8}, Shape{8960, 1536, 4}, Shape{3072, 576, 8}, Shape{16, 576, 4}, Shape{16, 1536, 4}}) {
+                             Shape{49152, 576, 8}, Shape{8960, 1536, 4}, Shape{3072, 576, 5},
+                             Shape{3072, 576, 6}, Shape{3072, 576, 8}, Shape{16, 576, 4}, Shape{16, 1536, 4}}) {
     for (int64_t rows : {1, 16, 128}) {
       if (std::getenv("ONE") && (rows > 1 || shape.outputs == 960 || shape.outputs > 4000)) continue;
       if (rows == 1 || shape.outputs < 40000) bench(shape, rows, *kernels, pool);

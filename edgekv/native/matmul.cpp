@@ -15,7 +15,7 @@ constexpr int64_t kPieces = 32;             // enough for dynamic balance on as 
 
 int zero(const Packing& packing, const Unpacked& matrix, int64_t output, int64_t group) {
   if (!matrix.zeros) return 1 << (packing.bits - 1);
-  if (packing.bits == 8) return matrix.zeros[output * packing.groups() + group];
+  if (matrix.bits == 8) return matrix.zeros[output * packing.groups() + group];
   const int64_t index = output * Packing::up(packing.groups(), 2) + group;
   return matrix.zeros[index / 2] >> index % 2 * 4 & 0xF;
 }
@@ -58,25 +58,50 @@ uint32_t spread(uint32_t nibbles) {
   return (pairs | pairs << 4) & 0x0f0f0f0f;
 }
 
-// Eight codes of 4 bits in the order of a panel: the first four in the low nibbles.
-uint32_t pack_eight(const uint8_t* codes) {
+// Codes of four inputs, a byte each; `place` counts inputs.
+uint32_t four_codes(const Unpacked& matrix, const uint8_t* row, int64_t place) {
+  if (matrix.bits == 4) {
+    uint16_t nibbles;
+    std::memcpy(&nibbles, row + place / 2, sizeof nibbles);
+    return spread(nibbles);
+  }
   uint32_t word;
-  std::memcpy(&word, codes, sizeof word);
-  return spread(word & 0xffff) | spread(word >> 16) << 4;
+  std::memcpy(&word, row + place, sizeof word);
+  return word - 0x01010101u * static_cast<uint32_t>(matrix.base);
 }
 
-// Step by step, so that a panel is written from end to end. What lies beyond K in the last group is copied too: the inputs
+void put(uint8_t* place, uint32_t word) { std::memcpy(place, &word, sizeof word); }
+
+// Codes of one block and one output, as many steps as there are: a multiple of four. `High` bits lie apart.
+template <int High>
+void pack_block(const Unpacked& matrix, const uint8_t* row, int64_t first, int steps, uint8_t* out, uint8_t* lines) {
+  constexpr uint32_t kLow = 0x0f0f0f0f;
+  uint32_t high = 0;
+  for (int step = 0; step < steps; step += 2) {
+    const uint32_t one = four_codes(matrix, row, first + 4 * step), next = four_codes(matrix, row, first + 4 * step + 4);
+    put(out + step * 2 * kPanel, (one & kLow) | (next & kLow) << 4);
+    if (!High) continue;
+    const int place = step * High % 8;
+    high = (place ? high : 0) | (one >> 4 & kLow) << place | (next >> 4 & kLow) << (place + High);
+    put(lines + step * High / 8 * 4 * kPanel, high);
+  }
+}
+
+// Block by block, so that a panel is written from end to end. What lies beyond K in the last group is copied too: the inputs
 // are zero there.
 void pack_codes(const Packing& packing, const Unpacked& matrix, int64_t first, uint8_t* out) {
-  const int64_t row_bytes = packing.groups() * packing.group * packing.bits / 8;
-  const int64_t bytes = std::min(packing.padded() * packing.bits / 8, row_bytes);
-  const int64_t outputs = std::min<int64_t>(kPanel, packing.outputs - first);
-  const uint8_t* codes = matrix.codes + first * row_bytes;
-  for (int64_t byte = 0; byte < bytes; byte += 4, out += 4 * kPanel) {
+  const int64_t columns = packing.groups() * packing.group, last = std::min(packing.padded(), columns);
+  const int64_t outputs = std::min<int64_t>(kPanel, packing.outputs - first), row_bytes = columns * matrix.bits / 8;
+  const int block = packing.block(), high = packing.high_bits();
+  const auto pack_one = high == 2 ? pack_block<2> : high == 1 ? pack_block<1> : pack_block<0>;
+  for (int64_t input = 0; input < last; input += block, out += block * kPanel * packing.bits / 8) {
+    const int steps = static_cast<int>(std::min<int64_t>(block, last - input) / 4);
     for (int64_t i = 0; i < outputs; i++) {
-      const uint8_t* source = codes + i * row_bytes + byte;
-      const uint32_t word = pack_eight(source);
-      std::memcpy(out + 4 * i, packing.bits == 4 ? reinterpret_cast<const uint8_t*>(&word) : source, 4);
+      const uint8_t* row = matrix.codes + (first + i) * row_bytes;
+      if (packing.bits < 8) pack_one(matrix, row, input, steps, out + 4 * i, out + block * kPanel / 2 + 4 * i);
+      for (int step = 0; packing.bits == 8 && step < steps; step++) {
+        put(out + step * 4 * kPanel + 4 * i, four_codes(matrix, row, input + 4 * step));
+      }
     }
   }
 }
@@ -214,8 +239,9 @@ const MatMulKernels* best_matmul(const char* limit) {
 const char* fault(const Packing& p) {
   if (p.outputs < 1 || p.inputs < 1) return "a matrix has no rows or no columns";
   if (p.outputs > int64_t{1} << 31 || p.inputs > int64_t{1} << 31) return "a matrix is too large";
-  if (p.bits != 4 && p.bits != 8) return "codes have neither 4 nor 8 bits";
+  if (p.bits < 4 || p.bits == 7 || p.bits > 8) return "codes have none of 4, 5, 6 and 8 bits";
   if (p.group < 16 || p.group > 1 << 20 || (p.group & (p.group - 1))) return "the group is no power of two from 16 on";
+  if (p.bits == 5 && p.block() < 32) return "codes of 5 bits are in groups of 16";
   return nullptr;
 }
 

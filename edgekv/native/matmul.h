@@ -1,5 +1,5 @@
-// A product with 4-bit or 8-bit weights, y = norm(x) W' + bias + residual, as plain data, and the table of functions that each instruction
-// set provides.
+// A product with weights of 4, 5, 6 or 8 bits, y = norm(x) W' + bias + residual, as plain data, and the table of functions
+// that each instruction set provides.
 //
 // The weights are unsigned codes c with a scale s, and a zero point z, for every `group` inputs of an output:
 // w = s (c - z). Inputs are rounded to signed bytes with a scale for every block of 32 (16 where groups are of 16), as
@@ -9,8 +9,14 @@
 //
 //     scales  [groups][16]                  float16 where all of them are float16 numbers, else float32
 //     zeros   [groups][16] bytes            only where they are not all 2^(bits - 1)
-//     codes   [K / 8][16][4 inputs, 2 steps a byte]    4 bits: low nibbles are inputs 8 i .. 8 i + 3, high ones the next four
-//             [K / 4][16][4 inputs]                    8 bits
+//     codes   [K / 4][16][4 inputs]         8 bits
+//             [blocks] of                   4, 5 and 6 bits
+//                 [steps / 2][16][4 inputs, 2 steps a byte]    the low four bits; low nibbles are of the first step
+//                 [lines][16][4 inputs, 8 bits]                the bits above: a line has those of 8 steps (5 bits) or of
+//                                                              4 (6 bits), the first step's lowest
+//
+// A step is four inputs. So a block of 32 inputs is 4, 5 or 6 lines of 64 bytes, and what a vector of 64 codes lacks comes
+// from one line by a shift. Groups of 16 have no codes of 5 bits: a line would belong to two blocks.
 //
 // Each part begins at a multiple of 64 bytes; K is rounded up to a multiple of 32. Four inputs lie in one 32-bit word: what
 // a dot-product instruction takes.
@@ -27,17 +33,21 @@ constexpr int kPanel = 16;     // outputs in a panel
 constexpr int kTileRows = 12;  // rows that one pass over a panel handles at most, and a multiple of every kernel's own most
 constexpr int64_t kLine = 64;  // bytes that the parts of a panel are aligned to
 
+// What the loader and this library must agree on: the two structures that follow.
+constexpr int kPackingFormat = 1;
+
 // How one matrix is packed.
 struct Packing {
   int64_t outputs;  // N
   int64_t inputs;   // K
-  int bits;         // 4 or 8
+  int bits;         // 4, 5, 6 or 8
   int64_t group;    // inputs that share a scale: a power of two, at least 16
   bool zeros;       // zero points are stored
   bool half;        // scales are float16
 
   static int64_t up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
   int block() const { return group < 32 ? 16 : 32; }
+  int high_bits() const { return bits == 8 ? 0 : bits - 4; }  // that lie apart
   int64_t padded() const { return up(inputs, 32); }
   int64_t blocks() const { return padded() / block(); }
   int64_t groups() const { return (inputs + group - 1) / group; }
@@ -50,11 +60,13 @@ struct Packing {
   int64_t bytes() const { return panels() * panel_bytes(); }
 };
 
-// A matrix as MatMulNBits takes it.
+// A matrix as MatMulNBits takes it, in 4 or 8 bits.
 struct Unpacked {
   const uint8_t* codes;  // [N, groups, group * bits / 8], low nibble first
   const float* scales;   // [N, groups]
-  const uint8_t* zeros;  // [N, groups], in 4 bits two a byte with rows padded to whole bytes; null: 2^(bits - 1)
+  const uint8_t* zeros;  // [N, groups], in 4 bits two a byte with rows padded to whole bytes; null: all are the middle
+  int bits;
+  int base;              // what is taken from codes of 8 bits that are to be packed in fewer
 };
 
 enum class Gate { kNone, kSilu, kGelu };

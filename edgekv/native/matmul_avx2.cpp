@@ -1,7 +1,8 @@
 // The product's kernels for AVX2. Compiled with these flags and called only after cpu.cpp has found them.
 //
-// vpmaddubsw multiplies unsigned by signed bytes and adds pairs to 16 bits. With codes of 4 bits the sums of a whole block of
-// 32 inputs fit: 8 x 2 x 15 x 127 = 30480. Codes of 8 bits are two digits of 4.
+// vpmaddubsw multiplies unsigned by signed bytes and adds pairs to 16 bits. With codes of 4 bits the sums of 8 steps, a whole
+// block of 32 inputs, fit: 8 x 2 x 15 x 127 = 30480; with 5 bits those of 4 steps (31496), with 6 bits those of 2 (32004).
+// Codes of 8 bits are two digits of 4.
 #include "matmul.h"
 #include "unroll.h"
 
@@ -39,43 +40,105 @@ __m256 scales_of(const uint8_t* scales, int64_t place, bool half) {
   return _mm256_or_ps(number, _mm256_castsi256_ps(sign));
 }
 
-// Sums of one block, in the 16 bits that vpmaddubsw gives; in 8 bits the low digits', then the high digits'.
-template <int R, int Bits>
+// Sums in the 16 bits that vpmaddubsw gives.
+template <int R>
 struct Sums {
-  __m256i digits[Bits / 4][R];
+  __m256i of[R];
 };
 
-template <int R, int Bits>
-void add_step(Sums<R, Bits>& sums, int digit, __m256i codes, const int8_t* x) {
+template <int R>
+void add_step(Sums<R>& sums, __m256i codes, const int8_t* x) {
   EDGEKV_UNROLL
   for (int r = 0; r < R; r++) {
     const __m256i inputs = _mm256_set1_epi32(word<int32_t>(x + 4 * r));
-    sums.digits[digit][r] = _mm256_add_epi16(sums.digits[digit][r], _mm256_maddubs_epi16(codes, inputs));
+    sums.of[r] = _mm256_add_epi16(sums.of[r], _mm256_maddubs_epi16(codes, inputs));
   }
 }
 
-// Codes of one block for half a panel. The loop stays a loop: unrolled, GCC sums it in a tree over the stack.
-template <int R, int Bits>
-void dot_block(Sums<R, Bits>& sums, const uint8_t* codes, const int8_t* x, int steps) {
-  const __m256i nibble = _mm256_set1_epi8(0xF);
+// dots += factor * sums
+template <int R>
+void widen(__m256i* dots, const Sums<R>& sums, int16_t factor) {
+  EDGEKV_UNROLL
+  for (int r = 0; r < R; r++) {
+    dots[r] = _mm256_add_epi32(dots[r], _mm256_madd_epi16(sums.of[r], _mm256_set1_epi16(factor)));
+  }
+}
+
+template <int R>
+void prefetch(const uint8_t* line) {
+  if (R > kFewRows) return;
+  _mm_prefetch(reinterpret_cast<const char*>(line + kFar), _MM_HINT_T1);
+  _mm_prefetch(reinterpret_cast<const char*>(line + kNear), _MM_HINT_T0);
+}
+
+// Loops over steps stay loops: unrolled, GCC sums them in a tree over the stack.
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC unroll 1
+#define EDGEKV_ROLLED _Pragma("GCC unroll 1")
+#else
+#define EDGEKV_ROLLED
 #endif
-  for (int step = 0; step < steps; step += Bits == 4 ? 2 : 1) {
+
+// Codes of 8 bits of one block for half a panel.
+template <int R>
+void dot_bytes(__m256i* dots, const uint8_t* codes, const int8_t* x, int steps) {
+  const __m256i nibble = _mm256_set1_epi8(0xF);
+  Sums<R> low{}, high{};
+  EDGEKV_ROLLED
+  for (int step = 0; step < steps; step++, codes += 4 * kPanel, x += 4 * R) {
     const __m256i both = load(codes);
-    const __m256i low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-    if (R <= kFewRows) {
-      _mm_prefetch(reinterpret_cast<const char*>(codes + kFar), _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(codes + kNear), _MM_HINT_T0);
+    prefetch<R>(codes);
+    add_step(low, _mm256_and_si256(both, nibble), x);
+    add_step(high, _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble), x);
+  }
+  widen(dots, low, 1);
+  widen(dots, high, 16);
+}
+
+// As many steps of 4 to 6 bits as 16 bits can sum, two at a time. `high` holds the bits above the first step's nibbles in
+// their place, and those of each next step kHigh further up.
+template <int R, int Bits>
+void dot_run(__m256i* dots, const uint8_t* codes, __m256i high, const int8_t* x, int steps) {
+  constexpr int kHigh = Bits - 4;
+  const __m256i nibble = _mm256_set1_epi8(0xF), above = _mm256_set1_epi8(((1 << kHigh) - 1) << 4);
+  Sums<R> sums{};
+  EDGEKV_ROLLED
+  for (int step = 0; step < steps; step += 2, codes += 4 * kPanel, x += 8 * R) {
+    const __m256i both = load(codes);
+    prefetch<R>(codes);
+    __m256i first = _mm256_and_si256(both, nibble), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+    if (kHigh) {
+      first = _mm256_or_si256(first, _mm256_and_si256(high, above));
+      high = _mm256_srli_epi16(high, kHigh);
+      second = _mm256_or_si256(second, _mm256_and_si256(high, above));
+      high = _mm256_srli_epi16(high, kHigh);
     }
-    add_step<R, Bits>(sums, 0, low, x);
-    if (Bits == 4) {
-      add_step<R, Bits>(sums, 0, high, x + 4 * R);
-    } else {
-      add_step<R, Bits>(sums, Bits / 4 - 1, high, x);
-    }
-    codes += 4 * kPanel;
-    x += Bits == 4 ? 8 * R : 4 * R;
+    add_step(sums, first, x);
+    add_step(sums, second, x + 4 * R);
+  }
+  widen(dots, sums, 1);
+}
+
+// Codes of 4 to 6 bits of one block for half a panel.
+template <int R, int Bits>
+void dot_nibbles(__m256i* dots, const uint8_t* codes, const int8_t* x, int steps) {
+  if (Bits == 4) return dot_run<R, Bits>(dots, codes, _mm256_setzero_si256(), x, steps);
+  constexpr int kHigh = Bits > 4 ? Bits - 4 : 1, kRun = 4 / kHigh;  // a line has the bits of two runs
+  const uint8_t* line = codes + steps * 2 * kPanel;
+  EDGEKV_ROLLED
+  for (int step = 0; step < steps; step += 2 * kRun, line += 4 * kPanel) {
+    const __m256i high = load(line);
+    prefetch<R>(line);
+    dot_run<R, Bits>(dots, codes + step * 2 * kPanel, _mm256_slli_epi16(high, 4), x + step * 4 * R, kRun);
+    dot_run<R, Bits>(dots, codes + (step + kRun) * 2 * kPanel, high, x + (step + kRun) * 4 * R, kRun);
+  }
+}
+
+template <int R, int Bits>
+void dot_block(__m256i* dots, const uint8_t* codes, const int8_t* x, int steps) {
+  if constexpr (Bits == 8) {
+    dot_bytes<R>(dots, codes, x, steps);
+  } else {
+    dot_nibbles<R, Bits>(dots, codes, x, steps);
   }
 }
 
@@ -104,16 +167,17 @@ void multiply_half(const Packing& packing, const uint8_t* panel, int half, const
       place += kPanel;
     }
     left--;
-    Sums<R, Bits> dots{};
-    dot_block<R, Bits>(dots, codes + i * block * kPanel * Bits / 8, tile.codes + i * block * R, block / 4);
+    __m256i dots[R];
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
       const __m256i offset = _mm256_set1_epi32(tile.offsets[i * R + r]);
-      __m256i dot = _mm256_madd_epi16(dots.digits[0][r], _mm256_set1_epi16(1));
-      if (Bits == 8) dot = _mm256_add_epi32(dot, _mm256_madd_epi16(dots.digits[Bits / 4 - 1][r], _mm256_set1_epi16(16)));
-      dot = _mm256_add_epi32(dot, packing.zeros ? _mm256_madd_epi16(zero, offset) : offset);
+      dots[r] = packing.zeros ? _mm256_madd_epi16(zero, offset) : offset;
+    }
+    dot_block<R, Bits>(dots, codes + i * block * kPanel * Bits / 8, tile.codes + i * block * R, block / 4);
+    EDGEKV_UNROLL
+    for (int r = 0; r < R; r++) {
       const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(tile.scales[i * R + r]));
-      sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), both, sums[r]);
+      sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r]), both, sums[r]);
     }
   }
   EDGEKV_UNROLL
@@ -127,7 +191,10 @@ void multiply_half(const Packing& packing, const uint8_t* panel, int half, const
 template <int R>
 void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
-  const auto multiply_one = packing.bits == 4 ? multiply_half<R, 4> : multiply_half<R, 8>;
+  const auto multiply_one = packing.bits == 4   ? multiply_half<R, 4>
+                            : packing.bits == 5 ? multiply_half<R, 5>
+                            : packing.bits == 6 ? multiply_half<R, 6>
+                                                : multiply_half<R, 8>;
   for (int half = 0; half < kPanel / kLanes; half++) multiply_one(packing, panel, half, tile, added, out, stride);
 }
 

@@ -39,31 +39,44 @@ __m512 scales_of(const uint8_t* scales, int64_t group, bool half) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + group * 2 * kPanel)));
 }
 
-template <int Bits>
-void prefetch(const uint8_t* codes) {
-  const char* place = reinterpret_cast<const char*>(codes);
-  for (int i = 0; i < Bits / 4; i++) {
-    _mm_prefetch(place + kFar + 64 * i, _MM_HINT_T1);
-    _mm_prefetch(place + kNear + 64 * i, _MM_HINT_T0);
-  }
+template <int R>
+void prefetch(const uint8_t* line) {
+  if (R > kFewRows) return;
+  _mm_prefetch(reinterpret_cast<const char*>(line + kFar), _MM_HINT_T1);
+  _mm_prefetch(reinterpret_cast<const char*>(line + kNear), _MM_HINT_T0);
 }
 
 // Codes of one block: Steps words of four inputs.
 template <int R, int Bits, int Steps>
 void dot_block(__m512i* dots, const uint8_t* codes, const int8_t* x) {
-  const __m512i nibble = _mm512_set1_epi8(0xF);
+  constexpr int kHigh = Bits == 8 ? 0 : Bits - 4;
+  const __m512i nibble = _mm512_set1_epi8(0xF), above = _mm512_set1_epi8(((1 << kHigh) - 1) << 4);
+  __m512i line = _mm512_setzero_si512(), high = line;
   EDGEKV_UNROLL
   for (int step = 0; step < Steps; step += 2) {
     __m512i first, second;
-    if (Bits == 4) {
+    if (Bits == 8) {
+      first = _mm512_loadu_si512(codes + step * 64);
+      second = _mm512_loadu_si512(codes + step * 64 + 64);
+      prefetch<R>(codes + step * 64 + 64);
+    } else {
       const __m512i both = _mm512_loadu_si512(codes + step * 32);
       first = _mm512_and_si512(both, nibble);
       second = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-    } else {
-      first = _mm512_loadu_si512(codes + step * 64);
-      second = _mm512_loadu_si512(codes + step * 64 + 64);
     }
-    if (R <= kFewRows) prefetch<Bits>(codes + step * 8 * Bits);
+    prefetch<R>(codes + step * (Bits == 8 ? 64 : 32));
+    if (kHigh) {  // moved so that the next step's bits lie above a nibble
+      const int place = step * kHigh;
+      if (place % 8 == 0) {
+        line = _mm512_loadu_si512(codes + Steps * 32 + place * 8);
+        prefetch<R>(codes + Steps * 32 + place * 8);
+      }
+      high = place % 8 == 0 ? _mm512_slli_epi16(line, 4) : place % 8 == 4 ? line : high;
+      first = _mm512_ternarylogic_epi32(first, high, above, 0xF8);  // first | (high & above)
+      high = _mm512_srli_epi16(high, kHigh);
+      second = _mm512_ternarylogic_epi32(second, high, above, 0xF8);
+      high = _mm512_srli_epi16(high, kHigh);
+    }
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) dot_four(dots[r], first, x + (step * R + r) * 4);
     EDGEKV_UNROLL
@@ -127,10 +140,11 @@ template <int R>
 void multiply_tile(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   const bool small = packing.block() == 16;
-  if (packing.bits == 4 && !small) return multiply_rows<R, 4, 32>(packing, panel, tile, added, out, stride);
-  if (packing.bits == 4) return multiply_rows<R, 4, 16>(packing, panel, tile, added, out, stride);
-  if (!small) return multiply_rows<R, 8, 32>(packing, panel, tile, added, out, stride);
-  return multiply_rows<R, 8, 16>(packing, panel, tile, added, out, stride);
+  const auto multiply = packing.bits == 4   ? (small ? multiply_rows<R, 4, 16> : multiply_rows<R, 4, 32>)
+                        : packing.bits == 5 ? multiply_rows<R, 5, 32>
+                        : packing.bits == 6 ? (small ? multiply_rows<R, 6, 16> : multiply_rows<R, 6, 32>)
+                                            : (small ? multiply_rows<R, 8, 16> : multiply_rows<R, 8, 32>);
+  multiply(packing, panel, tile, added, out, stride);
 }
 
 void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,

@@ -6,7 +6,7 @@
 //               residual float [..., N]  added to the output
 //               gain     float [K]       of an RMS norm that x goes through first
 //     output    float [..., N], or [..., N / 2] with a gate
-//     attributes  N, K, bits, block_size as MatMulNBits has them; zero_points, half (0 or 1: what is stored, and how);
+//     attributes  N, K, bits (5 and 6, too), block_size as MatMulNBits has them; zero_points, half (0 or 1: what is stored, and how);
 //               offset (where this matrix begins in the weights); gate (0 none, 1 SiLU, 2 GELU by tanh: the matrix is two,
 //               their panels in turn, and act(first) * second is the output); epsilon (of the norm)
 //
@@ -107,6 +107,8 @@ const ort::CustomOp* packed_matmul_op() {
 }
 
 }  // namespace edgekv
+
+EDGEKV_EXPORT int edgekv_packing_format() { return edgekv::kPackingFormat; }
 
 // For the loader: how many bytes a packed matrix takes, or 0 if it cannot be packed; and packing some panels of one.
 EDGEKV_EXPORT void edgekv_packed_bytes(const edgekv::Packing* packing, int64_t* bytes) {

@@ -26,10 +26,14 @@ float scale_of(const Packing& packing, const uint8_t* panel, int64_t index) {
   return scale;
 }
 
-int code_of(const Packing& packing, const uint8_t* codes, int64_t input, int output) {
+// Of an input within its block.
+int code_of(const Packing& packing, const uint8_t* block, int64_t input, int output) {
   const int64_t step = input / 4, place = output * 4 + input % 4;
-  if (packing.bits == 8) return codes[step * 4 * kPanel + place];
-  return codes[step / 2 * 4 * kPanel + place] >> step % 2 * 4 & 0xF;
+  const int high = packing.high_bits(), mask = (1 << high) - 1;
+  if (packing.bits == 8) return block[step * 4 * kPanel + place];
+  const int low = block[step / 2 * 4 * kPanel + place] >> step % 2 * 4 & 0xF;
+  const uint8_t* lines = block + packing.block() * kPanel / 2;
+  return high ? low | (lines[step * high / 8 * 4 * kPanel + place] >> step * high % 8 & mask) << 4 : low;
 }
 
 float multiply_one(const Packing& packing, const uint8_t* panel, const InputTile& tile, int row, int output) {
@@ -40,9 +44,9 @@ float multiply_one(const Packing& packing, const uint8_t* panel, const InputTile
     const int64_t first = block * packing.block(), group = first / packing.group;
     int32_t dot = tile.offsets[block * tile.rows + row];
     if (packing.zeros) dot *= zeros[group * kPanel + output];
-    for (int64_t input = first; input < first + packing.block(); input++) {
-      const int x = tile.codes[(input / 4 * tile.rows + row) * 4 + input % 4];
-      dot += x * code_of(packing, codes, input, output);
+    for (int64_t i = 0; i < packing.block(); i++) {
+      const int x = tile.codes[((first + i) / 4 * tile.rows + row) * 4 + i % 4];
+      dot += x * code_of(packing, codes + first * kPanel * packing.bits / 8, i, output);
     }
     const float both = scale_of(packing, panel, group * kPanel + output) * tile.scales[block * tile.rows + row];
     sum += static_cast<float>(dot) * both;

@@ -44,18 +44,22 @@ int64_t pick(std::mt19937& random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(random);
 }
 
-// A matrix as MatMulNBits has it.
+// A matrix as MatMulNBits has it, codes of 5 and 6 bits, and some of 4, as bytes from a base on.
 struct Matrix {
   Packing packing;
+  int bits;  // of the codes here
+  int base = 0;
   std::vector<uint8_t> codes, zeros;
   std::vector<float> scales;
 
-  Matrix(const Packing& p, std::mt19937& random) : packing(p) {
+  Matrix(const Packing& p, std::mt19937& random) : packing(p), bits(p.bits > 4 || random() % 4 == 0 ? 8 : 4) {
     std::normal_distribution<float> normal;
-    codes.resize(static_cast<size_t>(p.outputs * p.groups() * p.group * p.bits / 8));
-    const int64_t zero_row = p.bits == 8 ? p.groups() : (p.groups() + 1) / 2;
+    codes.resize(static_cast<size_t>(p.outputs * p.groups() * p.group * bits / 8));
+    const int64_t zero_row = bits == 8 ? p.groups() : (p.groups() + 1) / 2;
     if (p.zeros) zeros.resize(static_cast<size_t>(p.outputs * zero_row));
-    for (uint8_t& x : codes) x = static_cast<uint8_t>(random());
+    if (bits > p.bits) base = static_cast<int>(pick(random, 0, 256 - (1 << p.bits)));
+    const unsigned spread = (1u << (bits == 8 ? p.bits : 8)) - 1;
+    for (uint8_t& x : codes) x = static_cast<uint8_t>(static_cast<unsigned>(base) + (random() & spread));
     for (uint8_t& x : zeros) x = static_cast<uint8_t>(random());
     for (int64_t i = 0; i < p.outputs * p.groups(); i++) {
       const int64_t half = pick(random, 512, 2047);
@@ -68,8 +72,8 @@ struct Matrix {
     const int64_t group = input / p.group;
     int code = 0, zero = 1 << (p.bits - 1);
     const int64_t place = output * p.groups() * p.group + input;
-    if (p.bits == 8) {
-      code = codes[static_cast<size_t>(place)];
+    if (bits == 8) {
+      code = codes[static_cast<size_t>(place)] - base;
       if (p.zeros) zero = zeros[static_cast<size_t>(output * p.groups() + group)];
     } else {
       code = codes[static_cast<size_t>(place / 2)] >> place % 2 * 4 & 0xF;
@@ -78,7 +82,7 @@ struct Matrix {
     }
     return static_cast<double>(scales[static_cast<size_t>(output * p.groups() + group)]) * (code - zero);
   }
-  Unpacked unpacked() const { return {codes.data(), scales.data(), packing.zeros ? zeros.data() : nullptr}; }
+  Unpacked unpacked() const { return {codes.data(), scales.data(), packing.zeros ? zeros.data() : nullptr, bits, base}; }
 };
 
 // Bytes that begin at a multiple of 64.
@@ -105,8 +109,10 @@ struct Case {
 Case random_case(std::mt19937& random) {
   Case c;
   const int64_t groups[] = {16, 32, 32, 32, 64, 128, 256};
-  Packing p{pick(random, 1, 200), pick(random, 1, 700), random() % 2 ? 4 : 8, groups[random() % 7],
+  const int widths[] = {4, 5, 6, 8};
+  Packing p{pick(random, 1, 200), pick(random, 1, 700), widths[random() % 4], groups[random() % 7],
             random() % 2 == 0,    random() % 2 == 0};
+  if (fault(p)) p.bits = 6;
   if (random() % 3 == 0) c.gate = random() % 2 ? Gate::kSilu : Gate::kGelu;
   if (c.gate != Gate::kNone) p.outputs = 16 * pick(random, 1, 9);
   for (int i = 0; i < (c.gate == Gate::kNone ? 1 : 2); i++) c.matrices.emplace_back(p, random);
@@ -263,11 +269,13 @@ bool check_not_finite(const MatMulKernels& kernels) {
 bool check_extremes(const MatMulKernels& kernels) {
   std::mt19937 random(3);
   bool good = true;
-  for (int bits : {4, 8}) {
+  for (int bits : {4, 5, 6, 8}) {
     for (int sign : {-1, 1}) {
       Case c;
       c.matrices.emplace_back(Packing{16, 64, bits, 32, true, false}, random);
-      std::fill(c.matrices[0].codes.begin(), c.matrices[0].codes.end(), uint8_t{255});
+      Matrix& matrix = c.matrices[0];
+      const int top = matrix.bits == 4 ? 255 : matrix.base + (1 << bits) - 1;
+      std::fill(matrix.codes.begin(), matrix.codes.end(), static_cast<uint8_t>(top));
       std::fill(c.matrices[0].zeros.begin(), c.matrices[0].zeros.end(), sign > 0 ? uint8_t{0} : uint8_t{255});
       c.rows = 2;
       c.x.assign(128, static_cast<float>(sign) * 3);
@@ -280,7 +288,8 @@ bool check_extremes(const MatMulKernels& kernels) {
 bool check_refusals() {
   bool good = !fault({16, 64, 4, 32, true, false});
   for (const Packing& p : {Packing{0, 64, 4, 32, true, false}, Packing{16, 0, 4, 32, true, false},
-                           Packing{16, 64, 2, 32, true, false}, Packing{16, 64, 4, 8, true, false},
+                           Packing{16, 64, 2, 32, true, false}, Packing{16, 64, 7, 32, true, false},
+                           Packing{16, 64, 5, 16, true, false}, Packing{16, 64, 4, 8, true, false},
                            Packing{16, 64, 4, 48, true, false}, Packing{int64_t{1} << 40, 64, 4, 32, true, false}}) {
     good = good && fault(p);
   }

@@ -21,9 +21,10 @@ from helpers import native as builder
 from helpers.checkpoints import VOCAB
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekv.engines.onnx import native
+from edgekv.engines.onnx import native, packed
 from edgekv.engines.onnx.engine import OnnxEngine, OnnxOptions
 from edgekv.engines.onnx.packed import set_packed_matmul
+from edgekv.engines.onnx.surgery import attribute
 from edgekv.errors import UnsupportedModel
 from edgekv.kv.spec import KVSpec
 
@@ -43,6 +44,7 @@ class Layer:
     zeros: bool = True
     half: bool = True  # scales that are float16 numbers
     bias: bool = False
+    span: int = 256  # of codes of 8 bits, around 128
 
     def tensors(self, seed: int = 1) -> dict[str, np.ndarray[Any, Any]]:
         """As MatMulNBits takes them."""
@@ -52,6 +54,8 @@ class Layer:
             "codes": rng.integers(0, 256, (self.rows, groups, self.group * self.bits // 8), np.uint8),
             "scales": scales.astype(np.float32),
         }
+        if self.span < 256:
+            made["codes"] = made["codes"] % np.uint8(self.span) + np.uint8(128 - self.span // 2)
         if self.zeros:
             made["zeros"] = rng.integers(0, 256, (self.rows, -(-groups * self.bits // 8)), np.uint8)
         if self.bias:
@@ -91,9 +95,9 @@ def run(model: onnx.ModelProto, **inputs: Any) -> Any:
 def both_ways(model: onnx.ModelProto, x: Any) -> tuple[Any, Any]:
     """What MatMulNBits gives, and what the packed product gives."""
     usual = run(model, x=x)
-    packed = set_packed_matmul(model, Path())
-    assert packed is not None
-    return usual, run(model, x=x, **{native.PACKED_WEIGHTS: packed})
+    weights = set_packed_matmul(model, Path())
+    assert weights is not None
+    return usual, run(model, x=x, **{native.PACKED_WEIGHTS: weights})
 
 
 def inputs(tokens: int, columns: int) -> Any:
@@ -121,6 +125,24 @@ def test_equals_matmulnbits(layer: Layer, tokens: int) -> None:
     usual, own = both_ways(model, inputs(tokens, layer.columns))
     assert [node.op_type for node in model.graph.node] == ["PackedMatMul"]
     assert error(own, usual) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("span", "group", "bits"),
+    [(16, 16, 4), (16, 32, 4), (32, 32, 5), (32, 16, 6), (64, 16, 6), (64, 32, 6), (128, 32, 8)],
+)
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_codes_near_their_zero_point_take_fewer_bits(
+    span: int, group: int, bits: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Layer(70, 208, 8, group, zeros=False, span=span)
+    model, x = make_graph([layer.node("a", "y")], {"a": layer}, layer.rows), inputs(tokens, layer.columns)
+    whole = onnx.ModelProto.FromString(model.SerializeToString())
+    usual, own = both_ways(model, x)
+    assert attribute(model.graph.node[0], "bits", 0) == bits
+    assert error(own, usual) < TOLERANCE * 256 / span  # MatMulNBits takes 128 from sums of whole bytes, in float32
+    monkeypatch.setattr(packed, "_narrowest", lambda codes, group: 8)
+    np.testing.assert_array_equal(own, both_ways(whole, x)[1])
 
 
 @pytest.mark.parametrize("group", [64, 128])
@@ -228,11 +250,11 @@ def test_no_rows_give_no_rows() -> None:
 def test_weights_that_are_too_short_are_refused() -> None:
     layer = Layer(64, 96, 4, 32)
     model = make_graph([layer.node("a", "y")], {"a": layer}, 64)
-    packed = set_packed_matmul(model, Path())
-    assert packed is not None
+    weights = set_packed_matmul(model, Path())
+    assert weights is not None
     model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "bytes"
     with pytest.raises(Exception, match="do not reach as far"):
-        run(model, x=inputs(1, 96), **{native.PACKED_WEIGHTS: packed[:-64]})
+        run(model, x=inputs(1, 96), **{native.PACKED_WEIGHTS: weights[:-64]})
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

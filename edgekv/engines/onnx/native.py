@@ -27,7 +27,10 @@ CACHE_FORMAT = 2
 PACKED_WEIGHTS = "packed_weights"
 """The graph's input that holds all matrices of the project's own product (engines/onnx/packed.py)."""
 
-_EXPORTS = ("edgekv_cache_format", "edgekv_pack", "edgekv_table_instruction_set")
+PACKING_FORMAT = 1
+"""The structures through which matrices are packed, that packed.py and a library must agree on (native/matmul.h)."""
+
+_EXPORTS = ("edgekv_cache_format", "edgekv_packing_format", "edgekv_table_instruction_set")
 """Functions that a library of this edgekv has, one of each operator; an older one lacks some."""
 
 _SUFFIX = ".dll" if sys.platform == "win32" else ".so"
@@ -104,6 +107,10 @@ def _slower(instruction_set: str) -> str | None:
     return "it has none for this processor that is faster" if instruction_set == "plain" else None
 
 
+def _formats(loaded: ctypes.CDLL) -> tuple[int, int]:
+    return loaded.edgekv_cache_format(), loaded.edgekv_packing_format()
+
+
 @cache
 def _load(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
     if not path.exists():
@@ -115,6 +122,6 @@ def _load(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{path} cannot be loaded ({error})"
-    if not all(hasattr(loaded, name) for name in _EXPORTS) or loaded.edgekv_cache_format() != CACHE_FORMAT:
+    if not all(hasattr(loaded, name) for name in _EXPORTS) or _formats(loaded) != (CACHE_FORMAT, PACKING_FORMAT):
         return None, f"{path} was built from the sources of another edgekv: build it again"
     return loaded, None

@@ -1,9 +1,10 @@
-"""The project's own product with 4-bit and 8-bit weights (edgekv/native/matmul.h) in the place of MatMulNBits.
+"""The project's own product with weights of 4, 5, 6 and 8 bits (edgekv/native/matmul.h) in the place of MatMulNBits.
 
 All matrices of a graph are packed into one block of memory, in the order in which they are used, when a session is
 opened; the nodes say where theirs begins. That block is the only copy: ONNX Runtime, which would pack one of its own,
 is given no other, and the file is read a matrix at a time. Scales are held in 16 bits where that loses nothing, as
-with every scale that comes from a GGUF, AWQ or GPTQ file.
+with every scale that comes from a GGUF, AWQ or GPTQ file. Codes of 8 bits that lie close to their zero point are held
+in 4, 5 or 6: those of Q5_0 and Q6_K, for which MatMulNBits has no narrower form.
 
 What surrounds a product becomes part of it where nothing else reads what lies between: gate and up projections and
 their SiLU or GELU are one node, the residual stream is added by the product that is added to it, and an RMS norm is
@@ -41,6 +42,7 @@ Array = np.ndarray[Any, Any]
 _LINE = 64  # bytes; native/matmul.h
 _PANEL = 16  # outputs; native/matmul.h
 _PART = 256  # panels that are packed at once
+_SCANNED = 1 << 20  # bytes of codes that are looked at at once
 _GATES = {"QuickGelu": 1, "FastGelu": 2}
 _ORDER, _BIAS = 4, 5  # input positions in MatMulNBits
 
@@ -61,7 +63,13 @@ class _Packing(ctypes.Structure):
 class _Unpacked(ctypes.Structure):
     """native/matmul.h's struct Unpacked."""
 
-    _fields_ = (("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("zeros", ctypes.c_void_p))
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("bits", ctypes.c_int),
+        ("base", ctypes.c_int),
+    )
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class _Matrix:
 
     packing: _Packing
     size: int  # bytes when packed
+    bits: int  # of the codes in the file
     codes: onnx.TensorProto
     scales: Array
     zeros: onnx.TensorProto | None
@@ -88,7 +97,8 @@ class _Matrix:
         codes = np.ascontiguousarray(tensor_array(self.codes, folder))
         zeros = None if self.zeros is None else np.ascontiguousarray(tensor_array(self.zeros, folder))
         parts = (codes, np.ascontiguousarray(self.scales), zeros)
-        source = _Unpacked(*(None if part is None else part.ctypes.data for part in parts))
+        places = (None if part is None else part.ctypes.data for part in parts)
+        source = _Unpacked(*places, self.bits, _base(self.bits, self.packing.bits))
         numbers, target = map(ctypes.c_int64, (first, last, step)), ctypes.c_void_p(out.ctypes.data)
         native.functions().edgekv_pack(ctypes.byref(self.packing), ctypes.byref(source), *numbers, target)
 
@@ -208,17 +218,31 @@ def _matrix(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], folder: 
     if scales.data_type != TensorProto.FLOAT or (names[2] and (zeros is None or zeros.data_type != TensorProto.UINT8)):
         return None
     values = np.asarray(tensor_array(scales, folder))
-    packing = _Packing(
-        attribute(node, "N", 0),
-        attribute(node, "K", 0),
-        attribute(node, "bits", 4),
-        attribute(node, "block_size", 0),
-        zeros is not None,
-        _fits_half(values),
-    )
+    group, stored = attribute(node, "block_size", 0), attribute(node, "bits", 4)
+    bits = stored if stored != 8 or zeros is not None else _narrowest(tensor_array(codes, folder), group)
+    numbers = (attribute(node, "N", 0), attribute(node, "K", 0), bits, group)
+    packing = _Packing(*numbers, zeros is not None, _fits_half(values))
     size = ctypes.c_int64(0)
     native.functions().edgekv_packed_bytes(ctypes.byref(packing), ctypes.byref(size))
-    return _Matrix(packing, size.value, codes, values, zeros) if size.value else None
+    return _Matrix(packing, size.value, stored, codes, values, zeros) if size.value else None
+
+
+def _base(stored: int, bits: int) -> int:
+    """What codes of `stored` bits lose where they are held in fewer, so that the middle stays the middle."""
+    return (1 << (stored - 1)) - (1 << (bits - 1))
+
+
+def _narrowest(codes: Array, group: int) -> int:
+    """The fewest bits that hold all these codes of 8 bits around 128; the operator has no groups of 16 in 5."""
+    flat, bits = codes.reshape(-1), 4
+    for start in range(0, flat.size, _SCANNED):
+        part = flat[start : start + _SCANNED]
+        low, high = int(part.min()), int(part.max())
+        while not _base(8, bits) <= low <= high < _base(8, bits) + (1 << bits):
+            bits = {4: 5 if group > 16 else 6, 5: 6}.get(bits, 8)
+        if bits == 8:
+            break
+    return bits
 
 
 def _fits_half(scales: Array) -> bool:
