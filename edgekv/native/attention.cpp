@@ -44,16 +44,19 @@ struct Cut {
 
 constexpr int64_t kRangeBytes = 32 * 1024;  // of keys in INT8: below this a range is not worth its merging
 constexpr int64_t kUnits = 64;              // enough for dynamic balance on as many threads as a small device has
+constexpr int64_t kLargeUnits = 16;         // of many rows each, which every range makes integers of again
+constexpr int kManyRows = 8;
 
 Cut cut_of(const Problem& p) {
   Cut cut{};
-  cut.tile_rows = static_cast<int>(std::min<int64_t>(kMaxRows, p.rows()));
-  cut.row_tiles = (p.rows() + cut.tile_rows - 1) / cut.tile_rows;
+  cut.row_tiles = (p.rows() + kMaxRows - 1) / kMaxRows;
+  cut.tile_rows = static_cast<int>((p.rows() + cut.row_tiles - 1) / cut.row_tiles);
   const int64_t heads = p.kv_heads * cut.row_tiles;
   cut.first = p.oldest(p.state.before);
   const int64_t seen = p.total() - cut.first;
   const int64_t worthwhile = (seen * p.dim + kRangeBytes - 1) / kRangeBytes;
-  cut.ranges = std::max<int64_t>(1, std::min(worthwhile, kUnits / heads));
+  const int64_t most = cut.tile_rows > kManyRows ? (kLargeUnits + heads - 1) / heads : kUnits / heads;
+  cut.ranges = std::max<int64_t>(1, std::min(worthwhile, most));
   const int64_t even = (seen + cut.ranges - 1) / cut.ranges;
   cut.range_tokens = (even + kBlock - 1) / kBlock * kBlock;
   cut.ranges = (seen + cut.range_tokens - 1) / cut.range_tokens;
@@ -109,19 +112,25 @@ void merge_row(const Problem& p, const float* first, int64_t parts, int64_t stri
   for (int d = 0; d < p.dim; d++) out[d] *= (v_scale ? v_scale[d] : 1.0f) / sum;
 }
 
-void merge(const Job& job) {
+void merge_head(void* argument, size_t index) {
+  const Job& job = *static_cast<Job*>(argument);
   const Problem& p = job.problem;
-  const int64_t unit_floats = int64_t{job.cut.tile_rows} * (p.dim + 2);
-  for (int kv_head = 0; kv_head < p.kv_heads; kv_head++) {
-    const float* v_scale = p.v_scale ? p.v_scale + int64_t{kv_head} * p.dim : nullptr;
-    for (int64_t row = 0; row < p.rows(); row++) {
-      const int64_t tile = kv_head * job.cut.row_tiles + row / job.cut.tile_rows;
-      const float* first = job.partial(tile * job.cut.ranges) + row % job.cut.tile_rows * (p.dim + 2);
-      const int64_t head = kv_head * p.group() + row % p.group();
-      float* out = p.out + (row / p.group() * p.heads + head) * p.dim;
-      merge_row(p, first, job.cut.ranges, unit_floats, v_scale, out);
-    }
+  const int64_t kv_head = static_cast<int64_t>(index), unit_floats = int64_t{job.cut.tile_rows} * (p.dim + 2);
+  const float* v_scale = p.v_scale ? p.v_scale + kv_head * p.dim : nullptr;
+  for (int64_t row = 0; row < p.rows(); row++) {
+    const int64_t tile = kv_head * job.cut.row_tiles + row / job.cut.tile_rows;
+    const float* first = job.partial(tile * job.cut.ranges) + row % job.cut.tile_rows * (p.dim + 2);
+    const int64_t head = kv_head * p.group() + row % p.group();
+    float* out = p.out + (row / p.group() * p.heads + head) * p.dim;
+    merge_row(p, first, job.cut.ranges, unit_floats, v_scale, out);
   }
+}
+
+// The rows' outputs from their partial results; a few rows are done before another thread has been called.
+void merge(Job& job, const Parallel& parallel) {
+  const size_t heads = static_cast<size_t>(job.problem.kv_heads);
+  if (job.problem.rows() > kMaxRows) return parallel.run(parallel.context, merge_head, heads, &job);
+  for (size_t kv_head = 0; kv_head < heads; kv_head++) merge_head(&job, kv_head);
 }
 
 }  // namespace
@@ -165,7 +174,7 @@ void cached_attention(const Problem& problem, const Kernels& kernels, const Para
   Scratch scratch(units * static_cast<size_t>(job.cut.tile_rows * (problem.dim + 2)));
   job.partials = scratch.data();
   parallel.run(parallel.context, attend_unit, units, &job);
-  merge(job);
+  merge(job, parallel);
 }
 
 }  // namespace edgekv

@@ -9,7 +9,8 @@
 //
 //     scores    raw[r][s] = kf[s] sum_d q[r][d] k[s][d]     q has the softmax scale and K's channel scales folded in
 //                                                           and is mixed as k is; kf is the factor of the slot's key
-//     softmax   p[r][s] = exp(raw - maximum of the tile)    relative to the tile, so a sink elsewhere costs no digits
+//     softmax   p[r][s] = exp(raw - maximum of the tile)    relative to the tile, so a sink elsewhere costs no digits;
+//                                                           in INT8 the maximum of p vf
 //     weigh     o[r][d] = o[r][d] alpha + beta sum_s p[r][s] vf[s] v[s][d]
 //
 // Where keys are held less their centre c, the score of the key at position n is q . R(n) (k - c) + q . R(n) c, and of a
@@ -203,7 +204,7 @@ struct alignas(64) Work {
   float query_scale[2][kMaxRows];                         // a raw score times this is the score
   int32_t query_sum[2][kMaxRows];                         // for simd::score
   float turn[2][kMaxRows][2 * kMaxTurned];                // of cos and of sin in a raw score, for each pair
-  float factors[2][kMaxTileSlots];                        // of the tile's keys and values; 0 where no row sees them
+  float factors[3][kMaxTileSlots];                        // keys' factors; logarithms of the values' factors; 1 / factor
   float maximum[kMaxRows];                                // running, in scores
   float sum[kMaxRows];                                    // running, of the weights
   float alpha[kMaxRows];                                  // what a tile multiplies the running sums by
@@ -289,7 +290,7 @@ inline void prefetch(const void* start, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(start) + i);
 }
 
-// Set what `soften_row` asks for: as many keys as this tile has, after it.
+// Set what `read_ahead` asks for: as many keys as this tile has, after it.
 template <class Cache>
 void plan_ahead(const Problem& p, const Unit& unit, int64_t slot, int slots, Work<Cache>& work) {
   const auto* keys = rows_of<Cache>(p, p.keys, unit.kv_head).codes;
@@ -297,6 +298,11 @@ void plan_ahead(const Problem& p, const Unit& unit, int64_t slot, int slots, Wor
   const int64_t last = reads_once<Cache>(unit) ? least(next + slots, p.slots) : next;
   work.ahead = reinterpret_cast<const char*>(keys + next * p.dim);
   work.ahead_end = reinterpret_cast<const char*>(keys + last * p.dim);
+}
+
+template <class Cache>
+void read_ahead(Work<Cache>& work) {
+  for (int line = 0; line < kAheadLines && work.ahead < work.ahead_end; line++, work.ahead += 64) prefetch(work.ahead);
 }
 
 // Ask for what a unit needs first, the factors and a block of keys, before its queries are made.
@@ -320,7 +326,7 @@ struct Tile {
   int low, high;
 };
 
-// The factors of the tile's rows as floats.
+// The factors of the tile's keys as floats; 0 where no row sees them.
 inline void load_factors(const uint16_t* factors, const Tile& tile, float* out) {
   for (int i = 0; i < tile.low; i++) out[i] = 0;
   for (int i = tile.low; i < tile.high; i++) {
@@ -328,6 +334,26 @@ inline void load_factors(const uint16_t* factors, const Tile& tile, float* out) 
     memcpy(out + i, &bits, sizeof bits);
   }
   for (int i = tile.high; i < tile.slots; i++) out[i] = 0;
+}
+
+// The binary logarithms of the values' factors and 1 / factor; kMasked and 0 where no row sees them. Of the mantissa's
+// logarithm a polynomial is within 1.2e-5 for every factor of 16 bits.
+inline void load_logarithms(const uint16_t* factors, const Tile& tile, float* logarithm, float* inverse) {
+  for (int i = 0; i < tile.low; i++) logarithm[i] = kMasked, inverse[i] = 0;
+  for (int i = tile.low; i < tile.high; i++) {
+    const uint32_t bits = uint32_t{factors[tile.slot + i]} << 16, mantissa = (bits & 0x7FFFFFu) | 0x3F800000u;
+    float factor, m;
+    memcpy(&factor, &bits, sizeof bits);
+    memcpy(&m, &mantissa, sizeof mantissa);
+    const float x = m - 1.5f, exponent = static_cast<float>(static_cast<int32_t>(bits >> 23) - 127);
+    float y = -7.9862122e-2f + 4.5376513e-2f * x;
+    y = 1.41304185e-1f + y * x;
+    y = -3.19776547e-1f + y * x;
+    y = 9.61844768e-1f + y * x;
+    logarithm[i] = exponent + (5.84951057e-1f + y * x);
+    inverse[i] = 1 / factor;
+  }
+  for (int i = tile.high; i < tile.slots; i++) logarithm[i] = kMasked, inverse[i] = 0;
 }
 
 // Rows of raw scores against consecutive blocks; rows go in groups that share each load of the keys.
@@ -386,14 +412,52 @@ inline void cap_scores(float* scores, int slots, float query_scale, float softca
   }
 }
 
-// The integers of one row's weights, relative to the largest; returns what one of them stands for.
-inline float encode_row(const float* scores, float largest, int slots, int stride, uint8_t* weights) {
-  const float unit = largest / simd::kWeightLimit;
-  const auto inverse = simd::set(unit > 0.0f ? 1.0f / unit : 0.0f);
+// What a row's weights of a tile amount to.
+struct Softened {
+  float maximum;  // the score that the weights are relative to
+  float sum;      // of the weights
+  float unit;     // what the numbers that `weigh` reads are to be multiplied by
+};
+
+// Scores -> weights p v f as integers, the tile's largest being kWeightLimit. With log2(vf) added to a score the maximum
+// is known before the weights are, which saves a second pass over them.
+template <class Cache>
+Softened soften_codes(float* scores, int slots, float query_scale, uint8_t* weights, Work<Cache>& work) {
+  using F = typename simd::F;
+  const float *logarithm = work.factors[1], *inverse = work.factors[2];
+  const F factor = simd::set(query_scale * kLog2e);
+  F best = simd::set(kMasked), sum = simd::set(0.0f);
   for (int i = 0; i < slots; i += simd::kWidth) {
-    simd::encode_weights(simd::mul(simd::load(scores + i), inverse), weights, stride, i);
+    const F exponent = simd::fma(simd::load(scores + i), factor, simd::load(logarithm + i));
+    simd::store(scores + i, exponent);
+    best = simd::max(best, exponent);
   }
-  return unit;
+  const float largest = simd::largest(best);
+  const F top = simd::set(largest);
+  for (int i = 0; i < slots; i += simd::kWidth) {
+    read_ahead(work);
+    const F weight = simd::scaled_exp2(simd::sub(simd::load(scores + i), top));
+    simd::encode_weights(weight, weights, work.tile_slots, i);
+    sum = simd::fma(weight, simd::load(inverse + i), sum);
+  }
+  constexpr float unit = 1.0f / simd::kWeightLimit;
+  return {largest / kLog2e, simd::total(sum) * unit, unit};
+}
+
+template <class Cache>
+Softened soften_floats(const float* scores, int slots, float query_scale, float* weights, Work<Cache>& work) {
+  using F = typename simd::F;
+  F best = simd::set(kMasked), sum = simd::set(0.0f);
+  for (int i = 0; i < slots; i += simd::kWidth) best = simd::max(best, simd::load(scores + i));
+  const float raw = simd::largest(best);
+  const F top = simd::set(raw), factor = simd::set(query_scale * kLog2e);
+  for (int i = 0; i < slots; i += simd::kWidth) {
+    read_ahead(work);
+    const F weight = simd::exp2(simd::mul(simd::sub(simd::load(scores + i), top), factor));
+    simd::store(weights + i, weight);
+    sum = simd::add(sum, weight);
+  }
+  return {raw * query_scale, simd::total(sum), 1.0f};
 }
 
 // Raw scores of one row -> weights, and what its running sums are to be multiplied by. Slots outside low .. high - 1
@@ -407,37 +471,20 @@ void soften_row(const Problem& p, int row, int slots, int low, int high, float q
   }
   for (int i = 0; i < low; i++) scores[i] = kMasked;
   for (int i = high; i < slots; i++) scores[i] = kMasked;
-  using F = typename simd::F;
-  F best = simd::set(kMasked);
-  for (int i = 0; i < slots; i += simd::kWidth) best = simd::max(best, simd::load(scores + i));
-  const float raw = simd::largest(best);
-  const F top = simd::set(raw), factor = simd::set(query_scale * kLog2e);
   uint8_t* weights = work.weights + int64_t{row} * work.tile_slots * Cache::kWeightBytes;
-  F sum = simd::set(0.0f), peak = sum;
-  for (int i = 0; i < slots; i += simd::kWidth) {
-    for (int line = 0; line < kAheadLines && work.ahead < work.ahead_end; line++, work.ahead += 64) prefetch(work.ahead);
-    const F weight = simd::exp2(simd::mul(simd::sub(simd::load(scores + i), top), factor));
-    if constexpr (Cache::kWeightBytes == 4) {
-      simd::store(reinterpret_cast<float*>(weights) + i, weight);
-    } else {
-      const F scaled = simd::mul(weight, simd::load(work.factors[1] + i));
-      simd::store(scores + i, scaled);
-      peak = simd::max(peak, scaled);
-    }
-    sum = simd::add(sum, weight);
+  Softened tile;
+  if constexpr (Cache::kWeightBytes == 4) {
+    tile = soften_floats(scores, slots, query_scale, reinterpret_cast<float*>(weights), work);
+  } else {
+    tile = soften_codes(scores, slots, query_scale, weights, work);
   }
-  float unit = 1.0f;
-  if constexpr (Cache::kWeightBytes != 4) {
-    unit = encode_row(scores, simd::largest(peak), slots, work.tile_slots, weights);
-  }
-  const float tile_maximum = raw * query_scale;
   const float before = work.maximum[row];
-  const float maximum = tile_maximum > before ? tile_maximum : before;
+  const float maximum = tile.maximum > before ? tile.maximum : before;
   work.alpha[row] = before == maximum ? 1.0f : expf(before - maximum);
-  const float beta = tile_maximum == maximum ? 1.0f : expf(tile_maximum - maximum);
-  work.beta[row] = beta * unit;
+  const float beta = tile.maximum == maximum ? 1.0f : expf(tile.maximum - maximum);
+  work.beta[row] = beta * tile.unit;
   work.maximum[row] = maximum;
-  work.sum[row] = work.sum[row] * work.alpha[row] + beta * simd::total(sum);
+  work.sum[row] = work.sum[row] * work.alpha[row] + beta * tile.sum;
 }
 
 // o = o alpha + beta sum p v for the tile's rows.
@@ -483,7 +530,7 @@ void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int
   tile.high = static_cast<int>(least(visible(p, unit, segment, tile.last_row - 1).end - slot, slots));
   if constexpr (Cache::kFactorBytes != 0) {
     load_factors(rows_of<Cache>(p, p.keys, unit.kv_head).factors, tile, work.factors[0]);
-    load_factors(rows_of<Cache>(p, p.values, unit.kv_head).factors, tile, work.factors[1]);
+    load_logarithms(rows_of<Cache>(p, p.values, unit.kv_head).factors, tile, work.factors[1], work.factors[2]);
   }
   score_tile(p, unit, tile, work);
   plan_ahead(p, unit, slot, slots, work);

@@ -51,6 +51,7 @@ struct simd {
   // Queries and weights are int16: madd multiplies them with codes widened to int16 and adds neighbours.
   static constexpr float kQueryLimit = 32639.0f;
   static constexpr float kWeightLimit = 32767.0f;
+  static F scaled_exp2(F x) { return mul(exp2(x), set(kWeightLimit)); }
   static constexpr int kInt8ScoreRows = 4;
   static constexpr int kInt8WeighRows = 3;
 

@@ -44,6 +44,7 @@ struct simd {
 
   static constexpr float kQueryLimit = 32639.0f;  // 127 * 256 + 127
   static constexpr float kWeightLimit = 32639.0f;
+  static F scaled_exp2(F x) { return mul(exp2(x), set(kWeightLimit)); }
   static constexpr int kInt8ScoreRows = 3;
   static constexpr int kInt8WeighRows = 3;
 

@@ -70,6 +70,8 @@ struct simd {
   // INT8. Queries and weights are int16 here; other sets may hold them as two digits of 8 bits.
   static constexpr float kQueryLimit = 32639.0f;   // the largest integer a query may hold
   static constexpr float kWeightLimit = 32767.0f;  // and a weight
+  // kWeightLimit 2^x for x <= 0, as exactly as a weight's integer is.
+  static F scaled_exp2(F x) { return mul(exp2(x), set(kWeightLimit)); }
   static constexpr int kInt8ScoreRows = 4;
   static constexpr int kInt8WeighRows = 3;
 
