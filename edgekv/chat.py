@@ -9,13 +9,15 @@ token before the edit.
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
+from edgekv.encoded import EncodedText, ids_array
 from edgekv.engines.base import Engine
 from edgekv.errors import InvalidOption
 from edgekv.generate import Event, Request, Timeline, answer
@@ -23,7 +25,7 @@ from edgekv.kv.window import Window
 from edgekv.parking import ParkingLot
 from edgekv.sampling import SamplingOptions
 from edgekv.session_file import CacheIdentity
-from edgekv.session_state import ChatState, EncodedText, Seat
+from edgekv.session_state import ChatState, Seat
 from edgekv.text.grammar import Grammars
 from edgekv.text.precheck import LengthReport, Overflow, PromptOutline, check_lengths
 from edgekv.text.prompt import ChatFormat, Prompt
@@ -37,16 +39,31 @@ Reusable = Callable[[Sequence[int], int], Window]
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as tokens."""
+    """A prompt as tokens.
 
-    encoded: EncodedText
+    Attributes:
+        ids: all of them. pinned: how many are BOS and system prompt.
+        prompt, encoded: what they stand for; no prompt if it is plain text, which is not known again.
+    """
+
+    ids: array[int]
     outline: PromptOutline
-    pinned: int = 0  # tokens of BOS and system prompt
+    pinned: int = 0
+    prompt: Prompt | None = None
+    encoded: EncodedText = field(default_factory=EncodedText)
 
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The tokens."""
-        return self.encoded.ids
+
+@dataclass(frozen=True)
+class _Held:
+    """What a dialogue has in the cache, or could take over there.
+
+    Attributes:
+        passed: all ids that have passed through the cache. known: the text that they stand for.
+    """
+
+    reusable: Reusable
+    passed: array[int]
+    known: EncodedText
 
 
 class Dialogue:
@@ -111,8 +128,9 @@ class Chat:
             InvalidOption: the chat is closed, or a message is none.
         """
         self._check_open()
-        reusable, known = self._view(self._seat_of(request.dialogue))
-        return self._check(self._encode(self._render(request), known), reusable, request)
+        held = self._view(self._seat_of(request.dialogue))
+        prompt = self._encode(self._render(request, keep=True), held)
+        return self._check(prompt, self._state(prompt, held.reusable), request)
 
     def stream(self, request: ChatRequest) -> Events:
         """Answer the messages; lengths are checked before this returns.
@@ -123,8 +141,8 @@ class Chat:
         """
         self._check_open()
         self.stop()
-        known = self._view(self._seat_of(request.dialogue))[1]
-        return self._start(self._encode(self._render(request), known), request)
+        held = self._view(self._seat_of(request.dialogue))
+        return self._start(self._encode(self._render(request, keep=False), held), request)
 
     def stream_text(self, text: str, sampling: SamplingOptions, overflow: Overflow) -> Events:
         """Continue plain text, without a template; BOS comes first if the model's tokenizer puts it there.
@@ -135,12 +153,10 @@ class Chat:
         self._check_open()
         self.stop()
         bos = (self._add_bos,) if self._add_bos is not None else ()
-        ids = (*bos, *self.tokenizer.encode(text))
+        ids = ids_array([*bos, *self.tokenizer.encode(text)])
         if not ids:
             raise InvalidOption("The prompt is empty: give some text to continue.")
-        return self._start(
-            EncodedPrompt(EncodedText("", ids), PromptOutline(len(ids))), ChatRequest((), sampling, overflow)
-        )
+        return self._start(EncodedPrompt(ids, PromptOutline(len(ids))), ChatRequest((), sampling, overflow))
 
     def stop(self) -> None:
         """End an answer that is still being made; what it gave out stays in the cache."""
@@ -191,11 +207,12 @@ class Chat:
     def _seat_of(self, dialogue: Dialogue | None) -> Seat:
         return self._own_seat if dialogue is None else dialogue.seat
 
-    def _view(self, seat: Seat) -> tuple[Reusable, EncodedText]:
+    def _view(self, seat: Seat) -> _Held:
         """What a dialogue has or, if it has nothing yet, can take over from the one before it."""
         if seat.parked is not None:
-            return partial(seat.parked.timeline.passed.reusable, self.timeline.engine.kv), seat.parked.known
-        return self.timeline.reusable, self._known
+            passed = seat.parked.timeline.passed
+            return _Held(partial(passed.reusable, self.timeline.engine.kv), passed.tokens, seat.parked.known)
+        return _Held(self.timeline.reusable, self.timeline.passed.tokens, self._known)
 
     def _sit(self, seat: Seat) -> None:
         """Give the cache to a dialogue. One that has nothing parked begins with what is there: the same system prompt
@@ -219,71 +236,85 @@ class Chat:
         self.timeline.reset()
         self._known = EncodedText()
 
-    def _render(self, request: ChatRequest) -> Prompt:
+    def _render(self, request: ChatRequest, *, keep: bool) -> Prompt:
         if self._format is None:
             raise InvalidOption("This model has no chat template, so it cannot chat: use generate() to continue text.")
-        return self._format.with_tools(request.tools).prompt(request.messages)
+        return self._format.with_tools(request.tools).prompt(request.messages, keep=keep)
 
     def _start(self, prompt: EncodedPrompt, request: ChatRequest) -> Events:
         self._sit(self._seat_of(request.dialogue))
-        report = self._check(prompt, self.timeline.reusable, request).require()
+        state = self._state(prompt, self.timeline.reusable)
+        report = self._check(prompt, state, request).require()
         random = None if request.dialogue is None else request.dialogue.random
         constraint = self._grammars.constraint(request.sampling)
         run = replace(self._request(prompt, report), constraint=constraint, random=random)
-        self._active = self._run(prompt, run, request.sampling)
+        self._active = self._run(self._staying(prompt, state), run, request.sampling)
         return self._active
 
-    def _encode(self, prompt: Prompt, known: EncodedText) -> EncodedPrompt:
-        known = known.shared_with(prompt.text, self._control_ids)
-        tail = self.tokenizer.encode_guarded(prompt.text[len(known.text) :])
-        starts = (*known.starts, *(len(known.text) + start for start in tail.starts))
-        whole = EncodedText(prompt.text, (*known.ids, *tail.ids), starts)
-        turn_starts = tuple(whole.token_at(offset) for offset in prompt.turn_offsets)
-        answer_start = whole.token_at(prompt.answer_offset)
-        markers = tuple((whole.token_at(start), whole.token_at(end)) for start, end in prompt.markers)
-        outline = PromptOutline(len(whole.ids), turn_starts, answer_start, markers)
-        return EncodedPrompt(whole, outline, whole.token_at(prompt.pinned_chars))
+    def _encode(self, prompt: Prompt, held: _Held) -> EncodedPrompt:
+        known = held.known.shared_with(prompt.text, held.passed, self._control_ids)
+        tail = self.tokenizer.encode_guarded(prompt.text[known.chars :])
+        whole = known.followed_by(prompt.text[known.chars :], tail.ids, tail.starts)
+        turn_starts = tuple(map(whole.token_at, prompt.turn_offsets))
+        markers = tuple(
+            (whole.token_at(start), whole.token_at(end)) for start, end in prompt.markers if end > whole.departed.chars
+        )
+        outline = PromptOutline(whole.tokens, turn_starts, whole.token_at(prompt.answer_offset), markers)
+        ids = held.passed[: whole.departed.tokens] + whole.ids
+        return EncodedPrompt(ids, outline, whole.token_at(prompt.pinned_chars), prompt, whole)
 
-    def _check(self, encoded: EncodedPrompt, reusable: Reusable, request: ChatRequest) -> LengthReport:
+    def _staying(self, prompt: EncodedPrompt, state: Window) -> EncodedText | None:
+        """A prompt's text and ids without what has left by now; None for a text that is not to be known again."""
+        if prompt.prompt is None:
+            return None
+        turns = tuple(zip(prompt.prompt.turn_offsets, prompt.outline.turn_starts, strict=True))
+        left = state.pinned + state.evicted if state.evicted else 0
+        return prompt.encoded.without(left, prompt.prompt.text, prompt.ids, turns, self._control_ids)
+
+    def _state(self, prompt: EncodedPrompt, reusable: Reusable) -> Window:
+        """The cache when it keeps what it can of a prompt."""
         kv = self.timeline.engine.kv
-        state = reusable(encoded.ids, min(encoded.pinned, kv.max_pinned))
-        if encoded.pinned > kv.max_pinned:
-            state = replace(state, pinned=min(encoded.pinned, kv.capacity - kv.stride))
+        state = reusable(prompt.ids, min(prompt.pinned, kv.max_pinned))
+        if prompt.pinned > kv.max_pinned:
+            state = replace(state, pinned=min(prompt.pinned, kv.capacity - kv.stride))
+        return state
+
+    def _check(self, prompt: EncodedPrompt, state: Window, request: ChatRequest) -> LengthReport:
         return check_lengths(
-            encoded.outline,
+            prompt.outline,
             state,
-            max_pinned=kv.max_pinned,
+            max_pinned=self.timeline.engine.kv.max_pinned,
             max_new_tokens=request.sampling.max_new_tokens,
             overflow=request.overflow,
         )
 
-    def _request(self, encoded: EncodedPrompt, report: LengthReport) -> Request:
+    def _request(self, prompt: EncodedPrompt, report: LengthReport) -> Request:
         capacity = self.timeline.engine.kv.capacity
         room: int | None = capacity - report.input_tokens
         if report.overflow == "window":  # the window makes room for ever; only an answer without a limit is given one
             room = None if report.max_new_tokens else capacity
         return Request(
-            tokens=encoded.ids,
-            turn_starts=encoded.outline.all_starts,
-            pinned=encoded.pinned,
+            tokens=prompt.ids,
+            turn_starts=prompt.outline.all_starts,
+            pinned=prompt.pinned,
             eos_ids=frozenset(self.timeline.engine.spec.eos_ids),
             room=room,
-            markers=encoded.outline.markers,
+            markers=prompt.outline.markers,
         )
 
-    def _run(self, prompt: EncodedPrompt, request: Request, sampling: SamplingOptions) -> Events:
+    def _run(self, prompt: EncodedText | None, request: Request, sampling: SamplingOptions) -> Events:
         self._known = EncodedText()
         try:
             yield from answer(self.timeline, self.tokenizer, request, sampling)
         finally:
-            self._remember(prompt.encoded)
+            if prompt is not None:
+                self._known = self._after_answer(prompt, request.tokens)
 
-    def _remember(self, prompt: EncodedText) -> None:
+    def _after_answer(self, prompt: EncodedText, ids: Sequence[int]) -> EncodedText:
         """The text that tokens stand for: the prompt's, and that of those of the answer that are in the cache."""
-        held = tuple(self.timeline.tokens)
-        if prompt.text and held[: len(prompt.ids)] == prompt.ids:
-            said = held[len(prompt.ids) :]
-            text = prompt.text + self.tokenizer.guard(self.tokenizer.decode(said))
-            self._known = EncodedText(text, held, (*prompt.starts, *[len(prompt.text)] * len(said)))
-        elif prompt.text:  # it was not read to its end
-            self._known = prompt
+        passed = self.timeline.passed.tokens
+        if passed[: len(ids)] != ids:  # it was not read to its end
+            return prompt
+        said = passed[len(ids) :]
+        text = self.tokenizer.guard(self.tokenizer.decode(said))
+        return prompt.followed_by(text, said, [0] * len(said))

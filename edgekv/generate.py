@@ -341,4 +341,4 @@ class _Answer:
 
 
 def _passed(held: Sequence[int], gone: Sequence[int], pinned: int) -> Passed:
-    return Passed([*held[:pinned], *gone, *held[pinned:]], pinned, len(gone))
+    return Passed(array("i", held[:pinned]) + array("i", gone) + array("i", held[pinned:]), pinned, len(gone))

@@ -4,8 +4,9 @@ One safetensors file, which any reader of that format opens:
 
     k.0, v.0, k.1, ...  [K, length, row]   the cache's rows as they are stored, in the order of tokens
     tokens, gone        int32              the ids in the slots; those that have left, in order
-    text.ids, text.starts                  the ids that the text below stands for, and where in it each begins
-    dialogue            uint8              JSON: messages, sampling, overflow, random stream, that text, what is pinned
+    text.ids, text.starts                  the ids that the text below stands for, and where each begins
+    dialogue            uint8              JSON: messages, sampling, overflow, random stream, what is pinned, that text
+                                           and what departed before it (encoded.py; in older files nothing has)
     metadata                               which model and cache it fits, a title, counts, and the SHA-256
 
 The SHA-256 is that of the whole file with the digits of the hash itself as zeros. The file is written row by row of
@@ -27,13 +28,14 @@ from typing import Any, BinaryIO, get_args
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.encoded import Departed, EncodedText, ids_array, offsets_array
 from edgekv.engines.base import EngineState, PinnedAngles
 from edgekv.errors import SessionError
 from edgekv.files import atomic_file
 from edgekv.generate import TimelineState
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
-from edgekv.session_state import ChatState, EncodedText, SessionState
+from edgekv.session_state import ChatState, SessionState
 
 FORMAT, FORMAT_VERSION = "edgekv-session", "1"
 SUFFIX = ".safetensors"
@@ -155,7 +157,7 @@ def read_session(path: Path, identity: CacheIdentity | None, capacity: int = 0) 
             )
     try:
         return _read(path, with_cache=identity is not None)
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SessionError(f"{path} is not a session that edgekv wrote ({error!r}).") from None
 
 
@@ -254,9 +256,10 @@ def _read(path: Path, *, with_cache: bool) -> SessionState:
     with safe_open(path, framework="np") as file:
         metadata = file.metadata()
         dialogue = json.loads(file.get_tensor("dialogue").tobytes().decode("utf-8", "surrogatepass"))
-        small = [tuple(file.get_tensor(name).tolist()) for name in ("tokens", "gone", "text.ids", "text.starts")]
+        tokens = tuple(file.get_tensor("tokens").tolist())
+        gone, ids = (ids_array(file.get_tensor(name).tolist()) for name in ("gone", "text.ids"))
+        starts = offsets_array(file.get_tensor("text.starts").tolist())
         layers = sum(name.startswith("k.") for name in file.keys()) if with_cache else 0  # noqa: SIM118
-    tokens, gone, ids, starts = small
     angles = metadata["pinned_angles"]
     if angles not in get_args(PinnedAngles):
         raise ValueError(f"pinned angles {angles}")
@@ -268,7 +271,7 @@ def _read(path: Path, *, with_cache: bool) -> SessionState:
         int(metadata["pinned_rows"]),
         angles,
     )
-    known = EncodedText(dialogue["text"], ids, starts)
+    known = EncodedText(dialogue["text"], ids, starts, Departed.from_json(dialogue.get("departed")))
     chat = ChatState(TimelineState(engine, gone, int(dialogue["pinned"])), known)
     return SessionState.from_dialogue(dialogue, chat if with_cache else ChatState.empty())
 

@@ -1,4 +1,4 @@
-"""What a conversation is, as values: the text that cached tokens stand for, a chat's cache, a whole session.
+"""What a conversation is, as values: a chat's cache and the text it stands for, a whole session.
 
 These cross between the running session (session.py), the place where a cache waits (parking.py) and the file
 (session_file.py).
@@ -6,45 +6,18 @@ These cross between the running session (session.py), the place where a cache wa
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from edgekv.conversation import as_messages
+from edgekv.encoded import EncodedText
 from edgekv.engines.base import EngineState
 from edgekv.generate import TimelineState
 from edgekv.sampling import SamplingOptions
 from edgekv.text.precheck import OVERFLOWS, Overflow
 from edgekv.text.template import Message
-
-
-@dataclass(frozen=True)
-class EncodedText:
-    """Text and its tokens, with the character at which each token starts."""
-
-    text: str = ""
-    ids: tuple[int, ...] = ()
-    starts: tuple[int, ...] = ()
-
-    def token_at(self, offset: int) -> int:
-        """Index of the first token that starts at or after a character."""
-        return bisect_left(self.starts, offset)
-
-    def shared_with(self, text: str, control_ids: frozenset[int | None]) -> EncodedText:
-        """The part that another text begins with. Where they differ, it ends before the last control token they share:
-        only there do the tokens on either side not depend on one another."""
-        if text.startswith(self.text):
-            return self
-        shared = bisect_right(self.starts, _common_chars(self.text, text))
-        cut = next((index for index in range(shared - 1, 0, -1) if self._may_end_before(index, control_ids)), 0)
-        return EncodedText(self.text[: self.starts[cut]], self.ids[:cut], self.starts[:cut]) if cut else EncodedText()
-
-    def _may_end_before(self, index: int, control_ids: frozenset[int | None]) -> bool:
-        """Whether a token is a control token whose place is known. Of an answer's tokens only the first one's is: a
-        model may write a control token in the middle of its answer, where it is no text."""
-        return self.ids[index] in control_ids and self.starts[index] > self.starts[index - 1]
 
 
 @dataclass(frozen=True)
@@ -93,6 +66,7 @@ class SessionState:
             "note": self.note,
             "noted": self.noted,
             "text": self.chat.known.text,
+            "departed": self.chat.known.departed.to_json(),
             "pinned": self.chat.timeline.pinned,
         }
 
@@ -110,12 +84,3 @@ class SessionState:
             raise ValueError(f"overflow {data['overflow']}")
         messages = tuple(as_messages(data["messages"]))
         return cls(messages, sampling, data["overflow"], data["random"], chat, str(data["note"]), int(data["noted"]))
-
-
-def _common_chars(first: str, second: str) -> int:
-    """Length of the common beginning of two texts, by bisection: comparing slices is fast, characters are not."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
-    return low

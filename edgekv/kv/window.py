@@ -18,6 +18,7 @@ arrives. So feeding tokens one by one, turn by turn or all at once leaves the sa
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -113,7 +114,7 @@ class Window:
 class Passed:
     """Which tokens have passed through a cache since it was empty, and how many of them have left."""
 
-    tokens: Sequence[int]  # all of them, evicted ones included
+    tokens: array[int]  # all of them, evicted ones included
     pinned: int
     evicted: int
 
@@ -138,9 +139,10 @@ class Passed:
         return kept < len(self.tokens) and prompt - self.evicted < least
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix(first: array[int], second: Sequence[int]) -> int:
     """Length of the common beginning, by bisection over slices (comparing them is fast, numbers one by one are not)."""
-    first, second = list(first), list(second)  # of one type, or their slices are never equal
+    if not isinstance(second, array):
+        second = array("i", second)
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -20,7 +20,7 @@ RANKS = {
     "engines": 3, "holding": 3,
     "generate": 4, "calibrate": 4, "evaluate": 4, "convert": 4, "adopt": 4, "identity": 4,
     "chat": 5, "session": 5, "bench": 5, "lossy": 5, "prepare": 5, "conversation": 5, "sharing": 5,
-    "session_state": 5, "session_file": 5, "session_store": 5, "notes": 4, "parking": 5,
+    "encoded": 4, "session_state": 5, "session_file": 5, "session_store": 5, "notes": 4, "parking": 5,
     "options": 6, "api": 6, "aio": 6,
     "cli": 7, "server": 7, "__main__": 7,
 }  # fmt: skip

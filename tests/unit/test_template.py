@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import TemplateError
+from edgekv.text import prompt as prompt_module
 from edgekv.text import sandbox
 from edgekv.text import template as template_module
 from edgekv.text.prompt import ChatFormat, Prompt
@@ -328,18 +330,70 @@ def test_growing_conversation_gives_what_a_fresh_one_gives(source: str, contents
     assert 0 <= prompt.pinned_chars <= prompt.turn_offsets[0] <= len(prompt.text)
 
 
-def test_a_new_turn_needs_few_renderings() -> None:
-    """A long chat is not rendered once a message at every turn."""
-    form, count = chat(CHATML), 0
-    messages = talk(*["x"] * 101)
-    form.prompt(messages[:-2])
+ALL = [CHATML, SMOLLM, LLAMA3, MISTRAL, GEMMA, PHI, THINKING, COUNTING]
+HARD = [
+    "",
+    "hi",
+    "user",
+    "assistant",
+    " x ",
+    "<|im_end|>",
+    "[INST] ",
+    "</s>",
+    "<|im_start|>user\n",
+    "model\n",
+    "zqxanswerprobe",
+]
+
+
+@given(st.sampled_from(ALL), st.lists(st.sampled_from(HARD), min_size=1, max_size=7), st.booleans(), st.data())
+@settings(deadline=None)
+def test_turns_are_where_renderings_end(source: str, contents: list[str], with_system: bool, data: Any) -> None:
+    """What is told without a rendering is what renderings tell, also as a conversation grows, loses turns and is
+    edited."""
+    form, slow = chat(source), chat(source)
+    slow._manner = replace(slow._manner, generation_prompt="", user_end="never so", answer_end="never so")
+    messages = talk(*contents, system="Be brief." if with_system and source != GEMMA else None)
+    for _ in range(3):
+        size = data.draw(st.integers(1, len(messages)))
+        try:
+            wanted = slow.prompt(messages[:size])
+        except TemplateError:
+            with pytest.raises(TemplateError):
+                form.prompt(messages[:size])
+            continue
+        slow._seen = prompt_module._Seen()  # the slow way remembers nothing
+        assert form.prompt(messages[:size]) == wanted
+        where = data.draw(st.integers(0, size))
+        messages[where:where] = talk(*data.draw(st.lists(st.sampled_from(HARD), max_size=2)))[: len(messages) - where]
+
+
+@pytest.mark.parametrize("source", [CHATML, SMOLLM, LLAMA3, GEMMA, PHI])
+def test_a_message_costs_one_rendering_of_the_conversation(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its length: the first prompt, a new turn, and one behind turns that were taken back."""
+    form, rendered = chat(source), []
     render = form.template._run
 
     def counted(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        nonlocal count
-        count += 1
+        rendered.append(len(messages))
         return render(messages, add_generation_prompt)
 
-    form.template._run = counted  # type: ignore[method-assign]
-    form.prompt(messages)
-    assert 3 <= count <= 8
+    monkeypatch.setattr(form.template, "_run", counted)
+    messages = talk(*[f"x{number}" for number in range(303)])
+    for size in (301, 303, 201, 203):
+        rendered.clear()
+        form.prompt(messages[:size])
+        assert sum(count > 3 for count in rendered) == 1
+        assert len(rendered) < 12
+
+
+def test_a_prompt_that_is_asked_for_twice_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held until it is fetched with keep=False, and not when a message has changed, even in place."""
+    form, messages = chat(CHATML), talk("a", "b", "c")
+    first = form.prompt(messages)
+    assert form.prompt(messages, keep=False) is first
+    again = form.prompt(messages)
+    assert again == first
+    assert again is not first
+    messages[1]["content"] = "other"
+    assert "other" in form.prompt(messages).text
