@@ -21,6 +21,7 @@ from edgekv.model.converted import ConvertedModel, open_converted, write_descrip
 from edgekv.parking import ParkingLot
 from edgekv.session import Session
 from edgekv.session_file import read_info, read_session, write_session
+from edgekv.session_state import SessionState
 from edgekv.session_store import SessionStore
 
 Load = Callable[..., edgekv.Runtime]
@@ -97,6 +98,30 @@ def test_the_file_is_safetensors(load: Load, tmp_path: Path) -> None:
     assert (int(metadata["length"]), metadata["title"]) == (timeline.window.length, "Hello")
     if os.name == "posix":
         assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_of_before_anything_departed(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier versions wrote the words and ids of all that had been said: such a file is gone on with all the same."""
+    runtime, path = load(), tmp_path / "talk"
+    session = talk(runtime)
+    monkeypatch.setattr(runtime.chat_state, "_staying", lambda prompt, state: prompt.encoded)
+    for number in range(14):
+        say(session, f"This is question {number} of a talk")
+    dialogue = SessionState.dialogue
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionState, "dialogue", lambda state: dialogue(state) | {"departed": None})
+        session.save(path)
+    assert runtime.chat_state.timeline.window.evicted
+    wanted = say(session, "And then?")
+    other = talk(load())
+    other.load(path)
+    text, usage = say(other, "And then?")
+    assert (text, usage.reused_tokens, usage.input_tokens) == (
+        wanted[0],
+        wanted[1].reused_tokens,
+        wanted[1].input_tokens,
+    )
+    assert usage.input_tokens - usage.reused_tokens < 50
 
 
 def test_another_capacity(load: Load, tmp_path: Path) -> None:
