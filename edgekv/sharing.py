@@ -3,7 +3,8 @@
 A stream has the engine from the call that starts it until it has ended, been closed or been dropped. Meanwhile other
 threads that ask for something wait in line. The thread that loaded the model is the exception, as a person at a prompt
 expects: when it starts another answer, its own earlier one ends. (A pool's threads could not have that: there a thread
-starts one request's answer and others carry it on.)
+starts one request's answer and others carry it on. So a thread that waits for an answer of its own, which then cannot
+go on, is told so only after a while in which no other thread has touched that answer.)
 """
 
 from __future__ import annotations
@@ -17,18 +18,31 @@ from types import TracebackType
 from typing import Any
 
 from edgekv.chat import Chat, ChatRequest, Events
+from edgekv.errors import InvalidOption
 from edgekv.generate import Event
 from edgekv.sampling import SamplingOptions
 from edgekv.text.precheck import LengthReport, Overflow
 
+OWN_WAIT_S = 5.0
+"""How long a thread waits for an answer that it has begun itself and that no other thread has ever touched."""
+
 
 class Turn:
-    """A place in the line. `release` may be called from any thread and more than once."""
+    """A place in the line. `release` may be called from any thread and more than once.
+
+    Attributes:
+        shared: whether another thread than the one that took it has made use of it.
+    """
 
     def __init__(self, line: Turns) -> None:
         self._line = line
         self.thread = threading.current_thread()
         self.begun = threading.Event()
+        self.shared = False
+
+    def used(self) -> None:
+        """Note which thread makes use of it."""
+        self.shared = self.shared or threading.current_thread() is not self.thread
 
     def release(self) -> None:
         """Leave; the next in line begins."""
@@ -49,17 +63,32 @@ class Turns:
         self._line: deque[Turn] = deque()
 
     def take(self) -> Turn:
-        """Wait for a turn."""
+        """Wait for a turn.
+
+        Raises:
+            InvalidOption: it would never come, because this thread holds an unfinished answer itself.
+        """
         turn = Turn(self)
         with self._lock:
             self._line.append(turn)
             self._line[0].begun.set()
         try:
-            turn.begun.wait()
+            while not turn.begun.wait(OWN_WAIT_S):
+                self._check_other(turn)
         except BaseException:  # Ctrl-C while waiting
             turn.release()
             raise
         return turn
+
+    def _check_other(self, turn: Turn) -> None:
+        """Refuse to wait for a turn that nobody but the one who waits can end."""
+        with self._lock:
+            first = self._line[0]
+        if first.thread is turn.thread and not first.shared and first is not turn:
+            raise InvalidOption(
+                "This thread waits for an answer that it has begun itself and not read to its end: close that stream "
+                "(stream.close()) or read it to its end before starting another one."
+            )
 
     def leave(self, turn: Turn) -> None:
         """What `Turn.release` does."""
@@ -79,6 +108,7 @@ class TurnEvents(Generator[Event, None, None]):
 
     def send(self, value: None) -> Event:
         """The next event."""
+        self._turn.used()
         try:
             return self._events.send(value)
         except BaseException:
@@ -87,6 +117,7 @@ class TurnEvents(Generator[Event, None, None]):
 
     def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Event:
         """Raise in the stream, which ends it."""
+        self._turn.used()
         try:
             return self._events.throw(kind if value is None else value)
         finally:

@@ -13,6 +13,7 @@ import pytest
 from helpers.chat import make_chat_model
 
 import edgekv
+from edgekv import sharing
 from edgekv.model.converted import ConvertedModel
 from edgekv.sharing import TurnEvents, Turns
 
@@ -130,6 +131,56 @@ class TestThreads:
         del stream
         thread.join(60)
         assert other == [alone[1]]
+
+    def test_a_thread_that_waits_for_itself_is_told(
+        self, runtime: edgekv.Runtime, alone: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A thread of a pool starts a second answer while it holds its own unfinished one: an error, not a wait without
+        end. The first answer goes on, and whoever waits behind it has a turn."""
+        monkeypatch.setattr(sharing, "OWN_WAIT_S", 0.05)
+        texts: list[str] = []
+
+        def work() -> None:
+            stream = runtime.stream(ask(0), max_new_tokens=20)
+            first = next(stream)
+            with pytest.raises(edgekv.InvalidOption, match="begun itself"):
+                runtime.chat(ask(1), max_new_tokens=20)
+            with pytest.raises(edgekv.InvalidOption, match="begun itself"):
+                runtime.session().reset()
+            events = [event for event in (first, *stream) if isinstance(event, edgekv.TextDelta)]
+            texts.append("".join(event.text for event in events))
+            texts.append(runtime.chat(ask(1), max_new_tokens=20).text)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        assert texts == alone[:2]
+
+    def test_a_pool_that_shares_an_answer_waits_for_it(
+        self, runtime: edgekv.Runtime, alone: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One thread begins an answer that another reads, slowly, and asks for the next one meanwhile: it waits."""
+        monkeypatch.setattr(sharing, "OWN_WAIT_S", 0.02)
+        texts: list[str] = []
+        streams: list[Any] = []
+        reading = threading.Event()
+
+        def begin() -> None:
+            streams.append(runtime.stream(ask(0), max_new_tokens=20))
+            reading.wait(60)
+            texts.append(runtime.chat(ask(1), max_new_tokens=20).text)
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        while not streams:
+            time.sleep(0.001)
+        next(streams[0])
+        reading.set()
+        time.sleep(0.2)
+        assert thread.is_alive()
+        list(streams.pop())
+        thread.join(60)
+        assert texts == [alone[1]]
 
     def test_a_refusal_gives_the_turn_back(self, runtime: edgekv.Runtime) -> None:
         """The next one does not wait for a prompt that was refused."""
