@@ -115,8 +115,10 @@ class ContextOverflow(EdgeKVError, ValueError):
     Attributes:
         input_tokens: tokens of the rendered prompt (or of the one message that is too long).
         max_allowed: the most that would have been accepted in its place.
+        told_client: the message for someone who sends messages to a server, and has no say in how it runs.
     """
 
-    def __init__(self, message: str, *, input_tokens: int, max_allowed: int) -> None:
+    def __init__(self, message: str, *, input_tokens: int, max_allowed: int, told_client: str = "") -> None:
         self.input_tokens, self.max_allowed = input_tokens, max_allowed
+        self.told_client = told_client or message
         super().__init__(message)

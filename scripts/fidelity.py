@@ -221,7 +221,7 @@ def simulated_stepper(hf: Any, spec: Any, cache: Any) -> Stepper:
         if past == 0:
             state["past"] = DynamicCache(config=hf.config)
         with attention_of(hf, cache):
-            return hf(torch.tensor([list(tokens)]), past_key_values=state["past"]).logits[0].numpy()
+            return hf(torch.tensor([list(tokens)]), cache=state["past"]).logits[0].numpy()
 
     return Stepper(spec, run)
 

@@ -50,7 +50,7 @@ def problem_of(error: EdgeKVError) -> Problem:
     """What an error of the runtime is to a client."""
     if isinstance(error, ContextOverflow):
         numbers = {"input_tokens": error.input_tokens, "max_allowed": error.max_allowed}
-        return Problem(400, str(error), "context_length_exceeded", "messages", **numbers)
+        return Problem(400, error.told_client, "context_length_exceeded", "messages", **numbers)
     if isinstance(error, Busy):
         return Problem(429, str(error), "queue_full") if error.full else Problem(503, str(error), "queue_timeout")
     if isinstance(error, TemplateError):

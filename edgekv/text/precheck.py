@@ -22,6 +22,9 @@ from edgekv.kv.window import Span, Window
 Overflow = Literal["error", "window", "summarise"]
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
+_LARGER = "or load the model with a larger --context"
+_SERVE_LARGER = "give it more room (a larger --context)"
+
 
 @dataclass(frozen=True)
 class LengthReport:
@@ -39,6 +42,7 @@ class LengthReport:
     turns_leaving: tuple[int, ...]  # indices of the messages that lose tokens before the answer begins
     turns_gone: tuple[int, ...] = ()  # indices of the messages that have lost tokens already
     problem: str = ""  # why it is refused; empty: it fits
+    told_client: str = ""  # the same for someone who sends messages to a server, and has no say in how it runs
     too_long: int = 0  # if refused: the tokens that max_allowed is the limit of (of the prompt, or of one message)
 
     @property
@@ -58,7 +62,12 @@ class LengthReport:
             ContextOverflow: the prompt does not fit; nothing has been run.
         """
         if self.problem:
-            raise ContextOverflow(self.problem, input_tokens=self.too_long, max_allowed=self.max_allowed)
+            raise ContextOverflow(
+                self.problem,
+                input_tokens=self.too_long,
+                max_allowed=self.max_allowed,
+                told_client=self.told_client,
+            )
         return self
 
 
@@ -83,11 +92,28 @@ class PromptOutline:
 
 @dataclass(frozen=True)
 class _Limit:
-    """The most that is accepted and, if the prompt is more, why it is refused and what there is of that."""
+    """The most that is accepted and, if the prompt is more, why it is refused and what there is of that.
+
+    Attributes:
+        fact: what is too long for what. sender: what its sender can do about it. owner: what whoever loaded the model
+            can do; served: that as an option of the server.
+    """
 
     max_allowed: int
-    problem: str = ""
     too_long: int = 0
+    fact: str = ""
+    sender: str = ""
+    owner: str = ""
+    served: str = ""
+
+    @property
+    def problem(self) -> str:
+        return self.fact and f"{self.fact}: {self.sender}, {self.owner}."
+
+    @property
+    def told_client(self) -> str:
+        fact = self.fact and f"{self.fact}: {self.sender}, or begin a new conversation."
+        return fact and f"{fact} Whoever runs this server can {self.served}."
 
 
 def check_lengths(
@@ -127,6 +153,7 @@ def check_lengths(
         turns_leaving=prompt.turns_in(state.pinned + state.evicted, state.pinned + before.evicted),
         turns_gone=prompt.turns_in(state.pinned, state.pinned + state.evicted),
         problem=limit.problem,
+        told_client=limit.told_client,
         too_long=limit.too_long,
     )
 
@@ -135,11 +162,11 @@ def _limit(
     prompt: PromptOutline, state: Window, max_pinned: int, max_new_tokens: int | None, overflow: Overflow
 ) -> _Limit:
     if state.pinned > max_pinned:
-        text = (
+        fact = (
             f"The system prompt is {state.pinned} tokens, but at most {max_pinned} (a quarter of the cache of "
-            f"{state.capacity}) can be kept for good: shorten it, or load the model with a larger --context."
+            f"{state.capacity}) can be kept for good"
         )
-        return _Limit(max_pinned, text, state.pinned)
+        return _Limit(max_pinned, state.pinned, fact, "shorten it", _LARGER, _SERVE_LARGER)
     if overflow == "error":
         return _limit_of_whole(prompt.length, state.capacity, 1 if max_new_tokens is None else max_new_tokens)
     return _limit_of_message(prompt, state)
@@ -150,13 +177,12 @@ def _limit_of_whole(length: int, capacity: int, answer: int) -> _Limit:
     allowed, room = max(0, capacity - answer), capacity - length
     if length <= allowed:
         return _Limit(allowed)
+    fact = f"The prompt is {length} tokens and {answer} for the answer are asked for, but the cache holds {capacity}"
     remedies = [f"send at most {allowed} tokens"] if allowed else []
     remedies += [f"ask for at most {room} tokens of answer"] if room > 0 else []
-    text = (
-        f"The prompt is {length} tokens and {answer} for the answer are asked for, but the cache holds {capacity}: "
-        f"{', '.join([*remedies, 'use a larger --context'])}, or overflow='window'."
-    )
-    return _Limit(allowed, text, length)
+    owner = "use a larger --context, or overflow='window'"
+    served = f"{_SERVE_LARGER}, or let the oldest turns leave (--overflow window)"
+    return _Limit(allowed, length, fact, ", ".join(remedies) or "send less and expect a shorter answer", owner, served)
 
 
 def _limit_of_message(prompt: PromptOutline, state: Window) -> _Limit:
@@ -164,11 +190,8 @@ def _limit_of_message(prompt: PromptOutline, state: Window) -> _Limit:
     window = state.capacity - state.pinned
     longest = _longest_new_turn(prompt, state)
     if longest > window:
-        text = (
-            f"One message is {longest} tokens, but the window behind the {state.pinned} pinned tokens holds "
-            f"{window}: split the message, or load the model with a larger --context."
-        )
-        return _Limit(window, text, longest)
+        fact = f"One message is {longest} tokens, but the window behind the {state.pinned} pinned tokens holds {window}"
+        return _Limit(window, longest, fact, "split the message", _LARGER, _SERVE_LARGER)
     if not prompt.turn_starts:
         return _Limit(prompt.length)
     return _Limit(max(prompt.turn_starts[-1], state.length + state.evicted, state.pinned) + window)

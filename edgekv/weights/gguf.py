@@ -10,7 +10,6 @@ back into the half-split order here. Layouts are those of ggml's quantisation re
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +44,6 @@ _NAMES = {
     "ffn_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "post_ffn_norm": "post_ffw_norm",
 }  # fmt: skip
 _PACKED_NAMES = {"q": "attn_qkv", "gate": "ffn_up"}  # by the first of the packed
-_MOST_ITEMS = 1 << 22  # of a list in the metadata; the largest vocabularies have a quarter of a million tokens
 _TOP_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
 
 
@@ -223,62 +221,15 @@ class GGUFSource:
 
 
 def _open(path: Path) -> Any:
+    from edgekv.weights.gguf_reader import WholeFileReader
+
     try:
-        return _whole_file_reader()(path)
+        return WholeFileReader(path)
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, UnicodeDecodeError, TypeError) as error:
         size = path.stat().st_size
         raise BadCheckpoint(
             f"{path} ({size:,} bytes) is not a whole GGUF file ({str(error)[:80]}): download it again."
         ) from None
-
-
-def _whole_file_reader() -> Any:
-    """The library's reader, made strict and quick: by itself it reads nothing past the end, as long as a count says,
-    and makes five arrays of each item of a list, which takes half a minute for a large vocabulary."""
-    import gguf
-
-    kinds = gguf.GGUFValueType
-
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **options: Any) -> Any:
-            end = int(offset) + np.dtype(dtype).itemsize * int(count)
-            if end > len(self.data):
-                raise ValueError(f"it ends {end - len(self.data):,} bytes early")
-            return super()._get(offset, dtype, count, *rest, **options)
-
-        def _get_field_parts(self, offset: int, kind: int) -> Any:
-            return self._list(offset) if kind == kinds.ARRAY else super()._get_field_parts(offset, kind)
-
-        def _list(self, offset: int) -> tuple[int, list[Any], list[int], list[Any]]:
-            """What the library's `_get_field_parts` gives for a list: size, parts, which of them are items, types."""
-            kind, count = self._get(offset, np.uint32), self._get(offset + 4, np.uint64)
-            types = [kinds.ARRAY, kinds(int(kind[0]))]
-            if int(count[0]) > _MOST_ITEMS:
-                raise ValueError(f"a list of {int(count[0]):,} items")
-            if types[1] == kinds.STRING:
-                items = self._strings(offset + 12, int(count[0]))
-                return (
-                    12 + sum(8 + len(item) for item in items),
-                    [kind, count, *items],
-                    [*range(2, 2 + len(items))],
-                    types,
-                )
-            if types[1] not in self.gguf_scalar_to_np:
-                raise ValueError("a list of lists")
-            numbers = self._get(offset + 12, self.gguf_scalar_to_np[types[1]], int(count[0]))
-            return 12 + numbers.nbytes, [kind, count, numbers], [2], types
-
-        def _strings(self, offset: int, count: int) -> list[Codes]:
-            raw, items = self.data.view(np.ndarray), []
-            length = struct.Struct(">Q" if self.byte_order == "S" else "<Q")
-            for _ in range(count):
-                if offset + 8 > len(raw) or (end := offset + 8 + length.unpack_from(raw, offset)[0]) > len(raw):
-                    raise ValueError("a list of texts ends early")
-                items.append(raw[offset + 8 : end])
-                offset = end
-            return items
-
-    return Reader
 
 
 def _to_float(tensor: Any, data: Codes | None = None) -> Float32:

@@ -330,6 +330,7 @@ class TestRefusals:
                 )
             assert caught.value.code == "context_length_exceeded"
             assert caught.value.body["max_allowed"] == 2047  # type: ignore[index]
+            assert "or begin a new conversation. Whoever runs this server" in caught.value.message
             assert caught.value.body["input_tokens"] > 2400  # type: ignore[index]
 
     @pytest.mark.parametrize(("changes", "extra", "words"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])

@@ -12,6 +12,8 @@ import pytest
 from helpers.fake_engine import fake_spec
 from helpers.scripts import load_script
 
+DATA = Path(__file__).parents[1] / "data"
+
 
 @pytest.fixture(scope="module")
 def script() -> Any:
@@ -66,3 +68,20 @@ def test_the_report_is_made_of_what_was_measured(script: Any, tmp_path: Path) ->
     text = script.report(tmp_path)
     assert "### granularity, 9 tokens" in text
     assert "| int8 | 2.000 | 1.0100 ± 0.1000 | 2.00 ± 1.00 | 50.00% |" in text
+
+
+def test_a_simulated_cache_goes_on_behind_what_it_holds(script: Any) -> None:
+    """Two pieces through transformers' own cache give what the whole text gives, in a form of the call that stays (a
+    deprecated one is an error in the tests); a cache that holds nothing of keys and values gives something else."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(DATA / "llama-fp16", dtype=torch.float32)
+    ids = list(range(5, 25))
+    with torch.no_grad():
+        wanted = hf(torch.tensor([ids])).logits[0].numpy()
+        plain = script.simulated_stepper(hf, fake_spec(), None)
+        pieces = np.concatenate([plain.forward(ids[:12]), plain.forward(ids[12:])])
+        empty = script.simulated_stepper(hf, fake_spec(), lambda part, layer, rows: rows * 0).forward(ids)
+    np.testing.assert_allclose(pieces, wanted, atol=1e-5)
+    assert np.abs(empty - wanted).max() > 0.01

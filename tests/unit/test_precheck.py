@@ -70,6 +70,28 @@ def test_refusal_has_both_numbers() -> None:
         assert text in str(error)
 
 
+@pytest.mark.parametrize(
+    ("turns", "pinned", "overflow", "sender", "owner"),
+    [
+        ([10, 290], 4, "error", "send at most 236 tokens", "--overflow window"),
+        ([65, 10], 65, "window", "shorten it", "--context"),
+        ([4, 400], 4, "window", "split the message", "--context"),
+    ],
+)
+def test_a_client_is_told_what_a_client_can_do(
+    turns: list[int], pinned: int, overflow: Any, sender: str, owner: str
+) -> None:
+    """Through a server: first the sender's own ways out; options only as what the server's owner can set."""
+    with pytest.raises(ContextOverflow) as caught:
+        check(turns, replace(EMPTY, pinned=pinned), overflow=overflow, max_new_tokens=20).require()
+    own, _, owners = caught.value.told_client.partition(" Whoever runs this server can ")
+    assert sender in own
+    assert own.endswith("or begin a new conversation.")
+    assert "--" not in own
+    assert owner in owners
+    assert str(caught.value).startswith(own[: own.index(":")])
+
+
 def test_advice_about_the_answer_is_possible() -> None:
     """An answer larger than the cache: no negative lengths are recommended, and the length that is fits."""
     report = check([40], max_new_tokens=1000)
