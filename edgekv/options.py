@@ -8,10 +8,12 @@ from pathlib import Path
 
 from edgekv import device as hardware
 from edgekv.about import about
+from edgekv.calibrate.observe import can_centre
+from edgekv.calibrate.thresholds import MAX_PAIRS
 from edgekv.device import Device
 from edgekv.engines import EngineName, choose
 from edgekv.engines.onnx import native
-from edgekv.errors import InvalidOption
+from edgekv.errors import InvalidOption, ScalesError
 from edgekv.kv.plan import (
     PACKED_RUNTIME_BYTES,
     RUNTIME_BYTES,
@@ -21,7 +23,8 @@ from edgekv.kv.plan import (
     PlanRequest,
     make_plan,
 )
-from edgekv.kv.spec import MIN_CAPACITY, Granularity, KVDtype, KVSpec
+from edgekv.kv.scales import read_scales, scales_name
+from edgekv.kv.spec import FLOATS, MIN_CAPACITY, Granularity, KVDtype, KVSpec
 from edgekv.model.catalog import home as cache_home
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
@@ -71,7 +74,8 @@ def plan_for(model: ConvertedModel, options: LoadOptions, *, server: bool = Fals
         MemoryBudgetError, InvalidOption: see `edgekv.kv.plan.make_plan`.
     """
     footprint = footprint_of(model, options)
-    return make_plan(model.spec, footprint, plan_request(model.spec, options, server=server), budget(options))
+    request = plan_request(model.spec, options, model, server=server)
+    return make_plan(model.spec, footprint, request, budget(options))
 
 
 def footprint_of(model: ConvertedModel, options: LoadOptions) -> Footprint:
@@ -83,8 +87,11 @@ def footprint_of(model: ConvertedModel, options: LoadOptions) -> Footprint:
     return replace(footprint, unpacked_bytes=0) if in_registers else footprint
 
 
-def plan_request(spec: ModelSpec, options: LoadOptions, *, server: bool = False) -> PlanRequest:
-    """The part of the options that the plan is about. server: with what `edgekv serve` takes beside."""
+def plan_request(
+    spec: ModelSpec, options: LoadOptions, model: ConvertedModel | None = None, *, server: bool = False
+) -> PlanRequest:
+    """The part of the options that the plan is about. model: if there is more of it than a config; server: with what
+    `edgekv serve` takes beside."""
     torch = choose(options.engine, options.device, options.kv_dtype).name == "torch"
     return PlanRequest(
         options.kv_dtype,
@@ -96,7 +103,24 @@ def plan_request(spec: ModelSpec, options: LoadOptions, *, server: bool = False)
         server=server,
         runtime_bytes=TORCH_RUNTIME_BYTES if torch else _onnx_runtime_bytes(options.device),
         native=not torch and native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
+        centre_pairs=_centre_pairs(spec, options, model),
     )
+
+
+def _centre_pairs(spec: ModelSpec, options: LoadOptions, model: ConvertedModel | None) -> int:
+    """Pairs of channels of which keys are held less a constant: what the scales say or, as long as there are none, what
+    calibrating is expected to find."""
+    if options.kv_dtype in FLOATS:
+        return 0
+    if model is not None:
+        own = model.folder / scales_name(options.kv_dtype, options.granularity)
+        try:
+            return len(read_scales(own if options.scales is None else Path(options.scales)).centre_pairs)
+        except ScalesError:
+            pass  # they are still to be made; or whoever needs them says what is wrong
+    if not can_centre(spec):
+        return 0
+    return spec.head_dim // 2 if options.kv_dtype == "fp8" else MAX_PAIRS * spec.qkv_bias
 
 
 def _onnx_runtime_bytes(device: str) -> int:

@@ -24,7 +24,7 @@ from edgekv.errors import InvalidOption, ModelNotFound, ScalesError
 from edgekv.files import atomic_file, exclusive, folder_size, remove_leftovers
 from edgekv.identity import Record, content_key, records
 from edgekv.kv.scales import KVScales, read_scales, scales_name
-from edgekv.kv.spec import Granularity, KVDtype
+from edgekv.kv.spec import FLOATS, Granularity, KVDtype
 from edgekv.model import catalog
 from edgekv.model.converted import TEMPLATE, ConvertedModel, is_converted, open_converted
 from edgekv.model.foreign import ForeignFolder, find_foreign, folder_name, is_current
@@ -96,7 +96,7 @@ def find_scales(
     Raises:
         ScalesError: there are none, or they do not fit. Scale 1.0 is never assumed.
     """
-    if dtype in ("float", "fp16"):
+    if dtype in FLOATS:
         return None
     scales = read_scales(path or model.folder / scales_name(dtype, granularity))
     scales.check(model.spec, model.fingerprint, dtype, granularity)

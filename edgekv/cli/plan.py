@@ -15,7 +15,7 @@ from edgekv.errors import BadCheckpoint, ModelNotFound
 from edgekv.kv.plan import Footprint, make_plan, tokens_that_fit
 from edgekv.kv.spec import KVDtype
 from edgekv.model import catalog
-from edgekv.model.converted import is_converted, open_converted
+from edgekv.model.converted import ConvertedModel, is_converted, open_converted
 from edgekv.model.families import spec_from_config
 from edgekv.model.spec import ModelSpec
 from edgekv.options import LoadOptions, budget, footprint_of, plan_request
@@ -31,11 +31,12 @@ ALTERNATIVES: tuple[KVDtype, ...] = ("int4", "int8", "fp16", "float")
 def command(model: str, server: bool, as_json: bool, **values: Any) -> int:
     """Show what MODEL takes in memory: a model directory, a catalog name, or a config.json (weights are estimated)."""
     options = LoadOptions(**given(LoadOptions, values))
-    spec, footprint = _resolve(model, options)
-    request, limit = plan_request(spec, options, server=server), budget(options)
+    spec, footprint, converted = _resolve(model, options)
+    request, limit = plan_request(spec, options, converted, server=server), budget(options)
     plan = make_plan(spec, footprint, request, None if options.context else limit)
     plan = replace(plan, budget_bytes=limit)
-    requests = {dtype: plan_request(spec, replace(options, kv_dtype=dtype), server=server) for dtype in ALTERNATIVES}
+    others = {dtype: replace(options, kv_dtype=dtype) for dtype in ALTERNATIVES}
+    requests = {dtype: plan_request(spec, other, converted, server=server) for dtype, other in others.items()}
     counts = {dtype: tokens_that_fit(spec, footprint, request, limit) for dtype, request in requests.items()}
     if as_json:
         render.print_json(render.plan_json(plan, counts))
@@ -44,13 +45,14 @@ def command(model: str, server: bool, as_json: bool, **values: Any) -> int:
     return 0 if plan.fits else 2
 
 
-def _resolve(model: str, options: LoadOptions) -> tuple[ModelSpec, Footprint]:
+def _resolve(model: str, options: LoadOptions) -> tuple[ModelSpec, Footprint, ConvertedModel | None]:
+    """Geometry, weights and, unless it is only a config, the model."""
     path = Path(model).expanduser()
     known = model in catalog.names()
     folder = catalog.home(None if options.home is None else Path(options.home)) / "models" / model if known else path
     if is_converted(folder):
         converted = open_converted(folder)
-        return converted.spec, footprint_of(converted, options)
+        return converted.spec, footprint_of(converted, options), converted
     if known:
         raise ModelNotFound(f"{model} has not been converted yet: run `edgekv chat {model}` once.")
     config = path / "config.json" if path.is_dir() else path
@@ -65,4 +67,4 @@ def _resolve(model: str, options: LoadOptions) -> tuple[ModelSpec, Footprint]:
     if not isinstance(data, dict):
         raise BadCheckpoint(f"{config} holds no object with fields.")
     spec = spec_from_config({key: value for key, value in data.items() if key != "quantization_config"})
-    return spec, Footprint.estimate(spec)
+    return spec, Footprint.estimate(spec), None

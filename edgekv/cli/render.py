@@ -118,7 +118,7 @@ def print_plan(plan: Plan, alternatives: Mapping[KVDtype, int]) -> None:
     table("", ["item", "size", "how"], rows, right=[1])
     kv = plan.kv
     say(
-        f"\ncache: {kv.capacity} tokens of {plan.spec.max_context}, {kv.dtype} per {kv.granularity}, "
+        f"\ncache: {kv.capacity} tokens of {plan.spec.max_context}, {plan.numbers}, "
         f"at least {kv.sinks} sinks, {kv.stride} tokens leave at once"
     )
     if alternatives:

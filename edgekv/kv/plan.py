@@ -3,6 +3,8 @@
     cache            2 L K C D x bits / 8           (keys and values. In edgekv's own operator an INT8 row has D + 2
                                                     bytes, and layers with a window may have a ring of R slots:
                                                     KVSpec.ring_slots)
+    key centres      4 L K D + 8 P C                where keys are held less their centre (kv/scales.py): that, and cos
+                                                    and sin of P pairs of channels at each slot
     RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
     RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
     weights          what the file holds; the runtime keeps one packed copy and drops the file's pages
@@ -24,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from edgekv.errors import InvalidOption, MemoryBudgetError, UnsupportedModel
-from edgekv.kv.spec import BITS, DEFAULT_SINKS, FACTOR_BYTES, MIN_CAPACITY, Granularity, KVDtype, KVSpec
+from edgekv.kv.spec import BITS, DEFAULT_SINKS, FACTOR_BYTES, FLOATS, MIN_CAPACITY, Granularity, KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
 from edgekv.units import MIB, format_bytes
 
@@ -107,6 +109,7 @@ class PlanRequest:
     native: bool = False  # for edgekv's own operator: a ring, with factors for INT8 rows (engines/onnx/ring.py)
     runtime_bytes: int = RUNTIME_BYTES
     torch: bool = False  # planned for the torch engine
+    centre_pairs: int = 0  # pairs of channels of which keys are held less a constant (kv/scales.py)
     server: bool = False  # with what `edgekv serve` takes beside
 
     def __post_init__(self) -> None:
@@ -130,6 +133,7 @@ class Plan:
     kv: KVSpec
     lines: tuple[PlanLine, ...]
     budget_bytes: int | None  # None: no limit was given
+    row_factors: bool = False  # INT8 rows have a factor of their own beside the scales (kv/rows.py)
 
     @property
     def total_bytes(self) -> int:
@@ -140,6 +144,14 @@ class Plan:
     def cache_bytes(self) -> int:
         """Keys and values."""
         return sum(line.size_bytes for line in self.lines if line.name.startswith(("cache (", "cache, ")))
+
+    @property
+    def numbers(self) -> str:
+        """How numbers of the cache are held, in words."""
+        if self.kv.dtype in FLOATS:
+            return self.kv.dtype
+        factors = " and a factor per row" if self.row_factors else ""
+        return f"{self.kv.dtype} with scales per {self.kv.granularity}{factors}"
 
     @property
     def fits(self) -> bool:
@@ -213,7 +225,7 @@ def _step_bytes(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -> 
     rows = slot_bytes(spec, request.dtype, request.native) - slot_bytes(spec, request.dtype, False)
     whole = replace(request, native=False)
     totals = [_total(spec, footprint, whole, MIN_CAPACITY + more) for more in (0, CAPACITY_STEP)]
-    return totals[1] - totals[0] + rows * spec.num_layers * CAPACITY_STEP
+    return totals[1] - totals[0] + (rows * spec.num_layers + 8 * request.centre_pairs) * CAPACITY_STEP
 
 
 def tokens_that_fit(spec: ModelSpec, footprint: Footprint, request: PlanRequest, budget_bytes: int) -> int:
@@ -228,7 +240,8 @@ def tokens_that_fit(spec: ModelSpec, footprint: Footprint, request: PlanRequest,
 def _plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int, budget_bytes: int | None) -> Plan:
     sinks = min(DEFAULT_SINKS, capacity // 4) if request.sinks is None else request.sinks
     kv = KVSpec(capacity, request.dtype, request.granularity, sinks, request.stride or 0)
-    return Plan(spec, kv, _lines(spec, footprint, request, kv), budget_bytes)
+    factors = row_extra_bytes(kv.dtype, request.native) > 0
+    return Plan(spec, kv, _lines(spec, footprint, request, kv), budget_bytes, factors)
 
 
 def _total(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int) -> int:
@@ -258,6 +271,7 @@ def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, kv: KVSp
         *_cache_lines(spec, request, kv),
         *_torch_lines(spec, request, kv),
         PlanLine("cache scales", 8 * spec.num_layers * spec.num_kv_heads * spec.head_dim, "2 L K D x 4 bytes"),
+        *_centre_lines(spec, request, kv),
         _rope_line(spec, request, kv),
         *_run_lines(spec, request),
     )
@@ -281,6 +295,15 @@ def _weight_lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -
         _tied_line(spec, footprint),
         PlanLine("unpacked codes", footprint.unpacked_bytes, "the largest matrix, E max(F, qkv) x 4 bytes"),
     )
+
+
+def _centre_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[PlanLine]:
+    """What puts back into scores that keys are held without. Rows that move hold their keys whole."""
+    if not request.centre_pairs or not (request.native or request.torch):
+        return []
+    pairs = spec.head_dim // 2 if request.torch else request.centre_pairs
+    size = 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim + 8 * pairs * kv.capacity
+    return [PlanLine("key centres", size, f"L K D x 4 bytes + C x {pairs} pairs x 8 bytes")]
 
 
 def _rope_line(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> PlanLine:

@@ -17,6 +17,8 @@ Granularity = Literal["channel", "head", "tensor"]
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 BITS: dict[KVDtype, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp16": 16, "float": 32}
+FLOATS: tuple[KVDtype, ...] = ("fp16", "float")
+"""Those that need no scales."""
 
 FACTOR_BYTES = 2
 """Of a row's own factor, which edgekv's operator stores with an INT8 row of D codes (kv/rows.py)."""

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from edgekv.engines.onnx.centre import CentreTable
+from edgekv.engines.torch.cache import RingCache
 from edgekv.errors import InvalidOption, MemoryBudgetError, UnsupportedModel
 from edgekv.kv.plan import Footprint, Plan, PlanRequest, cache_bytes, largest_capacity, make_plan
+from edgekv.kv.scales import KVScales, Provenance, write_scales
 from edgekv.kv.spec import BITS, KV_DTYPES, MIN_CAPACITY, KVSpec
+from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import AttentionSpec, ModelSpec
+from edgekv.options import LoadOptions, plan_request
 from edgekv.units import GIB, KIB, MIB, parse_bytes
 
 
@@ -317,10 +327,10 @@ def test_layers_with_a_window_keep_rings_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("budget_mib", [350, 363, 371, 400, 450, 500, 600])
-@pytest.mark.parametrize("native", [False, True])
-def test_the_largest_capacity_is_found_though_the_total_falls_in_between(budget_mib: int, native: bool) -> None:
+@pytest.mark.parametrize("changes", [{}, {"native": True}, {"native": True, "centre_pairs": 128}])
+def test_the_largest_capacity_is_found_though_the_total_falls_in_between(budget_mib: int, changes: Any) -> None:
     """Where a layer's own ring becomes possible more tokens take less memory: every capacity is tried here."""
-    request = PlanRequest(native=native)
+    request = PlanRequest(**changes)
     footprint, budget = Footprint.estimate(GEMMA), budget_mib * MIB
     fitting = []
     for capacity in range(64, GEMMA.max_context + 1, 64):
@@ -328,3 +338,55 @@ def test_the_largest_capacity_is_found_though_the_total_falls_in_between(budget_
             make_plan(GEMMA, footprint, replace(request, context=capacity), budget)
             fitting.append(capacity)
     assert largest_capacity(GEMMA, footprint, request, budget) == max(fitting, default=64)
+
+
+def centred_scales(spec: ModelSpec, pairs: Sequence[int]) -> KVScales:
+    """Scales of which these pairs of channels have a centre, in every layer."""
+    ones = np.ones((spec.num_layers, spec.num_kv_heads, spec.head_dim), np.float32)
+    centre = np.zeros_like(ones)
+    centre[..., [*pairs, *(pair + spec.head_dim // 2 for pair in pairs)]] = 9
+    return KVScales(ones, ones, "int8", "channel", "", Provenance("envelope", 1.1, 0, ""), centre)
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_key_centres_take_what_the_plan_says(engine: str) -> None:
+    """The arrays that both engines hold for them, byte by byte; on ONNX Runtime's operator keys are held whole."""
+    scales, kv = centred_scales(SMALL, [1, 5, 6]), KVSpec(320)
+    plan = plan_of(SMALL, context=kv.capacity, centre_pairs=len(scales.centre_pairs), **{engine: True})
+    planned = sum(line.size_bytes for line in plan.lines if line.name == "key centres")
+    if engine == "native":
+        table = CentreTable(SMALL, kv, scales)
+        assert planned == sum(array.nbytes for name, array in table.inputs() if name != "pairs")
+    else:
+        cache = RingCache(SMALL, kv, scales, torch.device("cpu"))
+        tensors = [cache._turns, *cache._centres.values()]
+        assert planned == sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    assert plan.total_bytes - plan_of(SMALL, context=kv.capacity, **{engine: True}).total_bytes == planned
+    whole = plan_of(SMALL, context=kv.capacity, centre_pairs=3)
+    assert whole == plan_of(SMALL, context=kv.capacity)
+
+
+def test_centres_are_planned_from_the_scales_or_from_what_they_may_become(tmp_path: Path) -> None:
+    """A model with K biases and no scales yet is planned with the most pairs that calibrating takes out."""
+    biased = model(qkv_bias=True)
+    for spec, dtype, pairs in ((biased, "int8", 16), (biased, "float", 0), (model(), "int8", 0), (model(), "fp8", 64)):
+        assert plan_request(spec, LoadOptions(kv_dtype=dtype)).centre_pairs == pairs
+    path = tmp_path / "scales.safetensors"
+    write_scales(path, centred_scales(SMALL, [2, 3]))
+    found = cast(ConvertedModel, SimpleNamespace(folder=tmp_path))
+    assert plan_request(biased, LoadOptions(scales=str(path)), found).centre_pairs == 2
+    assert plan_request(biased, LoadOptions(), found).centre_pairs == 16, "it has no scales of its own"
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"native": True}, "int8 with scales per channel and a factor per row"),
+        ({"granularity": "head"}, "int8 with scales per head"),
+        ({"dtype": "fp8", "torch": True}, "fp8 with scales per channel"),
+        ({"dtype": "float", "native": True}, "float"),
+    ],
+)
+def test_the_plan_says_how_numbers_are_held(request_: dict[str, Any], words: str) -> None:
+    """INT8 rows of edgekv's own operator have factors of their own, floats have no scales."""
+    assert plan_of(SMALL, context=256, **request_).numbers == words
