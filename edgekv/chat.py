@@ -256,9 +256,8 @@ class Chat:
         tail = self.tokenizer.encode_guarded(prompt.text[known.chars :])
         whole = known.followed_by(prompt.text[known.chars :], tail.ids, tail.starts)
         turn_starts = tuple(map(whole.token_at, prompt.turn_offsets))
-        markers = tuple(
-            (whole.token_at(start), whole.token_at(end)) for start, end in prompt.markers if end > whole.departed.chars
-        )
+        spans = prompt.markers(whole.departed.chars)
+        markers = tuple((whole.token_at(start), whole.token_at(end)) for start, end in spans)
         outline = PromptOutline(whole.tokens, turn_starts, whole.token_at(prompt.answer_offset), markers)
         ids = held.passed[: whole.departed.tokens] + whole.ids
         return EncodedPrompt(ids, outline, whole.token_at(prompt.pinned_chars), prompt, whole)

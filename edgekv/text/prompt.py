@@ -23,6 +23,7 @@ import copy
 import re
 import reprlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,14 +52,27 @@ class Prompt:
         turn_offsets: where the turn of each message begins, never decreasing.
         pinned_chars: the length of BOS and system prompt at the beginning.
         answer_offset: where the generation prompt, and so the answer's turn, begins.
-        markers: first character and end of what the template wrote around the contents, turn by turn.
+        contents: of the messages, as the template got them.
     """
 
     text: str
     turn_offsets: tuple[int, ...]
     pinned_chars: int
     answer_offset: int
-    markers: tuple[tuple[int, int], ...] = ()
+    contents: tuple[str, ...] = ()
+
+    def markers(self, start: int = 0) -> Iterator[tuple[int, int]]:
+        """First character and end of what the template wrote around the contents: header and footer of each turn that
+        ends behind `start`, and the header of the answer. A content that is not found (a template may rewrite it) has
+        none: nothing in its turn is known to belong together."""
+        borders = (*self.turn_offsets, self.answer_offset)
+        first = max(bisect_right(borders, start) - 1, 0)
+        for content, (begin, end) in zip(self.contents[first:], pairwise(borders[first:]), strict=True):
+            for spelling in (content, content.strip()):
+                if (at := self.text.find(spelling, begin, end)) >= 0:
+                    yield from ((begin, at), (at + len(spelling), end))
+                    break
+        yield borders[-1], len(self.text)
 
 
 class ChatFormat:
@@ -117,9 +131,8 @@ class ChatFormat:
             pinned = (starts[first] or 0) if pinned is None else pinned
             starts[first] = pinned
         answer = len(text) if answer is None else answer
-        turns = _monotone(starts)
-        contents = [message["content"] for message in guarded]
-        return Prompt(text, turns, pinned or 0, answer, tuple(_markers(text, contents, (*turns, answer))))
+        contents = tuple(message["content"] for message in guarded)
+        return Prompt(text, _monotone(starts), pinned or 0, answer, contents)
 
     def encode(self, prompt_text: str) -> GuardedEncoding:
         """The ids of a prompt's text; BOS is among them exactly if the template wrote it (case C19)."""
@@ -299,7 +312,9 @@ class _Guarded:
     def is_of(self, message: Any) -> bool:
         if self.whole is not None:
             return bool(message == self.whole[0])
-        plain = isinstance(message, Mapping) and len(message) == 2
+        plain = (type(message) is dict or isinstance(message, Mapping)) and len(
+            message
+        ) == 2  # the one is quick to tell
         return plain and message.get("content") == self.content and message.get("role") == self.role
 
     def message(self) -> Message:
@@ -374,17 +389,6 @@ def _spellings(message: Message) -> tuple[str, ...]:
     """A content as templates write it."""
     content = message["content"]
     return (content,) if content == content.strip() else (content, content.strip())
-
-
-def _markers(text: str, contents: Sequence[str], borders: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Header and footer of each turn, and the header of the answer. A content that is not found (a template may rewrite
-    it) has none: nothing in its turn is known to belong together."""
-    for content, (start, end) in zip(contents, pairwise(borders), strict=True):
-        for spelling in (content, content.strip()):
-            if (at := text.find(spelling, start, end)) >= 0:
-                yield from ((start, at), (at + len(spelling), end))
-                break
-    yield borders[-1], len(text)
 
 
 def _leading(messages: Sequence[Message]) -> int:

@@ -387,6 +387,19 @@ def test_a_message_costs_one_rendering_of_the_conversation(source: str, monkeypa
         assert len(rendered) < 12
 
 
+@pytest.mark.parametrize("source", [CHATML, LLAMA3, MISTRAL])
+def test_markers_are_what_the_template_writes(source: str) -> None:
+    """All of the text but the contents; from some turn on they are those of that turn and of later ones."""
+    prompt = chat(source).prompt(talk("one", "two", "three"))
+    text = prompt.text
+    for start, end in reversed(list(prompt.markers())):
+        text = text[:start] + text[end:]
+    assert text.endswith("onetwothree")
+    for index, offset in enumerate(prompt.turn_offsets):
+        assert list(prompt.markers(offset)) == list(prompt.markers())[2 * index :]
+    assert list(prompt.markers(len(prompt.text))) == [(prompt.answer_offset, len(prompt.text))]
+
+
 def test_a_prompt_that_is_asked_for_twice_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is held until it is fetched with keep=False, and not when a message has changed, even in place."""
     form, messages = chat(CHATML), talk("a", "b", "c")
