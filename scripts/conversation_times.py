@@ -3,6 +3,8 @@
     first token    from Enter to the first text of the answer, at turn 2 and at turn 50, for the same new text: length
                    check, rendering and tokenising the history, reading what is new, evicting. Every round is a whole
                    conversation of its own, so both turns meet the same machine; medians over the rounds, and the ratio
+    preparing      from a message to its prompt's text behind so many turns: the model's template is run over the whole
+                   conversation, once. Beside it, what running the template takes alone
     restore        loading a saved session (its hash checked, its rows copied) beside reading the same tokens
     save           what writing the session after an answer takes, and its size
 
@@ -23,7 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import edgekv
+from edgekv.api import open_text
 from edgekv.calibrate.corpus import seed_prompts
+from edgekv.options import home_of
+from edgekv.prepare import prepare
+from edgekv.text.template import Message
 
 SYSTEM = "You are a helpful assistant. Answer in one or two sentences."
 QUESTION = "What would you take along on a long walk in the hills, and why?"
@@ -109,6 +115,32 @@ def _ask(session: edgekv.Session, text: str) -> float:
     return waited
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Medians behind one number of turns, in milliseconds."""
+
+    turns: int
+    prompt_ms: float
+    template_ms: float
+
+
+def prepared(model: str, turns: int, rounds: int) -> Prepared:
+    """What a message's prompt takes behind `turns` turns of about 80 tokens."""
+    _, chat_format = open_text(prepare(model, home=home_of(edgekv.LoadOptions())))
+    if chat_format is None:
+        raise SystemExit(f"{model} has no chat template.")
+    words = "\n".join(seed_prompts()).split()
+    messages, times, template_times = [], [], []
+    for turn in range(turns + rounds):
+        said = [" ".join(words[(turn * 72 + at) % len(words) :][:count]) for at, count in ((0, 12), (12, 60))]
+        messages.append(Message(role="user", content=said[0]))
+        if turn >= turns - 1:
+            times.append(_timed(lambda: chat_format.prompt(messages)))
+            template_times.append(_timed(lambda: chat_format.template.render(messages)))
+        messages.append(Message(role="assistant", content=said[1]))
+    return Prepared(turns, _median_ms(times[1:]), _median_ms(template_times[1:]))  # the first knows no turn yet
+
+
 def _questions(count: int) -> Iterable[str]:
     prompts = seed_prompts()
     return (" ".join(prompts[index % len(prompts)].split()[:24]) for index in range(count))
@@ -138,6 +170,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--capacities", type=int, nargs="*", default=[512, 1024, 4096])
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048, 8192])
+    parser.add_argument("--turns", type=int, nargs="*", default=[50, 200, 1000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cpu-time", action="store_true", help="count this process's own time, on one thread")
@@ -145,6 +178,11 @@ def main() -> int:
     if options.cpu_time:
         global clock
         clock, options.threads = time.process_time, 1
+    prompts = []
+    for count in options.turns:
+        prompts.append(prepared(options.model, count, options.rounds))
+        times = "a prompt is prepared in {0.prompt_ms:.1f} ms, of which the template takes {0.template_ms:.1f} ms"
+        print(f"turn {count}: {times}".format(prompts[-1]), flush=True)
     turns, lengths = [], []
     for capacity in options.capacities:
         turns.append(first_token(options.model, capacity, options.rounds, options.threads))
@@ -157,7 +195,8 @@ def main() -> int:
         lengths.append(found)
         times = f"read in {found.prefill_ms:.0f} ms, restored in {found.restore_ms:.0f} ms"
         print(f"{found.tokens} tokens: {times}, saved in {found.save_ms:.0f} ms ({found.size_bytes} bytes)", flush=True)
-    print(json.dumps({"turns": [asdict(found) for found in turns], "lengths": [asdict(found) for found in lengths]}))
+    figures = {"prompts": prompts, "turns": turns, "lengths": lengths}
+    print(json.dumps({name: [asdict(found) for found in of_one] for name, of_one in figures.items()}))
     return 1 if any(found.ratio > LIMIT for found in turns) else 0
 
 
