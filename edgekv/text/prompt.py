@@ -312,9 +312,8 @@ class _Guarded:
     def is_of(self, message: Any) -> bool:
         if self.whole is not None:
             return bool(message == self.whole[0])
-        plain = (type(message) is dict or isinstance(message, Mapping)) and len(
-            message
-        ) == 2  # the one is quick to tell
+        mapping = type(message) is dict or isinstance(message, Mapping)  # the first is quick to tell
+        plain = mapping and len(message) == 2
         return plain and message.get("content") == self.content and message.get("role") == self.role
 
     def message(self) -> Message:
