@@ -56,10 +56,10 @@ def _attention(model: str, options: BenchOptions, load: LoadOptions) -> None:
             str(speed.length),
             format_bytes(speed.cache_bytes),
             f"{speed.read_ms:.2f}",
-            "-" if speed.native_ms is None else f"{speed.native_ms:.2f}",
-            f"{speed.gqa_ms:.2f}",
-            "-" if speed.native_ms is None else f"{speed.native_ms / speed.read_ms:.2f}",
-            "-" if speed.native_ms is None else f"{speed.gqa_ms / speed.native_ms:.2f}",
+            _ratio(speed.native_ms),
+            _ratio(speed.gqa_ms),
+            _ratio(speed.native_ms, speed.read_ms),
+            _ratio(speed.gqa_ms, speed.native_ms),
         ]
         for speed in speeds
     ]
@@ -70,6 +70,10 @@ def _attention(model: str, options: BenchOptions, load: LoadOptions) -> None:
     if busy > DISTURBED:
         render.note(f"Other processes kept {busy:.1f} cores busy meanwhile: these figures are too high.")
     render.print_json({"attention": [asdict(speed) for speed in speeds], "threads": threads})
+
+
+def _ratio(x: float | None, y: float | None = 1.0) -> str:
+    return "-" if x is None or y is None else f"{x / y:.2f}"
 
 
 def _print(report: BenchReport) -> None:

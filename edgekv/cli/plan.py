@@ -20,7 +20,7 @@ from edgekv.model.families import spec_from_config
 from edgekv.model.spec import ModelSpec
 from edgekv.options import LoadOptions, budget, footprint_of, plan_request
 
-ALTERNATIVES: tuple[KVDtype, ...] = ("int4", "int8", "fp16", "float")
+ALTERNATIVES: tuple[KVDtype, ...] = ("int4", "k8v4", "int8", "fp16", "float")
 
 
 @click.command
@@ -37,6 +37,7 @@ def command(model: str, server: bool, as_json: bool, **values: Any) -> int:
     plan = replace(plan, budget_bytes=limit)
     others = {dtype: replace(options, kv_dtype=dtype) for dtype in ALTERNATIVES}
     requests = {dtype: plan_request(spec, other, converted, server=server) for dtype, other in others.items()}
+    requests = {dtype: request for dtype, request in requests.items() if request.runs}
     counts = {dtype: tokens_that_fit(spec, footprint, request, limit) for dtype, request in requests.items()}
     if as_json:
         render.print_json(render.plan_json(plan, counts))

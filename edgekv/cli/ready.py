@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from edgekv.cli import render
 from edgekv.kv.scales import scales_name
-from edgekv.kv.spec import MIN_CAPACITY, KVSpec
+from edgekv.kv.spec import MIN_CAPACITY, KVSpec, scales_dtype
 from edgekv.model.converted import ConvertedModel
 from edgekv.options import LoadOptions, home_of
 
@@ -64,12 +64,13 @@ def ready_scales(
 
     chosen = {name: value for name, value in (("method", method), ("headroom", headroom)) if value is not None}
     if path is None:
-        options = CalibrateOptions(dtype=kv.dtype, granularity=kv.granularity, **chosen)  # type: ignore[arg-type]
-        own = scales_name(kv.dtype, kv.granularity)
+        dtype = scales_dtype(kv.dtype)
+        options = CalibrateOptions(dtype=dtype, granularity=kv.granularity, **chosen)  # type: ignore[arg-type]
+        own = scales_name(dtype, kv.granularity)
         made = own.replace(".safetensors", f".{options.method}-{options.headroom}.safetensors")
         path = model.folder / (made if chosen else own)
         if not path.exists():
-            render.note(f"Measuring KV scales: {kv.dtype} per {kv.granularity}, {options.method} x {options.headroom}.")
+            render.note(f"Measuring KV scales: {dtype} per {kv.granularity}, {options.method} x {options.headroom}.")
             calibrate_and_write(model, options, path, load)
     scales = find_scales(model, kv.dtype, kv.granularity, Path(path))
     assert scales is not None, "only a quantised cache is asked for"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import click
 
 from edgekv.cli import render
 from edgekv.errors import InvalidOption, ScalesError
-from edgekv.kv.spec import GRANULARITIES, Granularity, KVDtype
+from edgekv.kv.spec import GRANULARITIES, KV_DTYPES, Granularity, KVDtype, scales_dtype
 from edgekv.model import catalog
 from edgekv.options import LoadOptions
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from edgekv.model.converted import ConvertedModel
 
 FORMATS = click.Choice(["genai", "vllm"])
-DTYPES = click.Choice([name for name in get_args(KVDtype) if name not in ("fp16", "float")])
+DTYPES = click.Choice([name for name in KV_DTYPES if scales_dtype(name) == name and name not in ("fp16", "float")])
 FILE = click.Path(path_type=Path)
 
 

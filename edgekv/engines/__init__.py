@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from edgekv.errors import DependencyMissing, InvalidOption
-from edgekv.kv.spec import KVDtype
+from edgekv.kv.spec import OWN_OPERATOR_ONLY, KVDtype
 
 EngineName = Literal["auto", "onnx", "torch"]
 
@@ -58,6 +58,8 @@ def _better(device: str, dtype: KVDtype) -> Choice:
     """Between the two, both being installed."""
     if dtype == "fp8":
         return Choice("torch", "the only one with an FP8 cache")
+    if dtype in OWN_OPERATOR_ONLY:
+        return Choice("onnx", f"the only one with a {dtype.upper()} cache")
     if device == "cpu":
         return Choice("onnx", "the faster one on a CPU")
     import torch

@@ -33,7 +33,7 @@ from edgekv.engines.base import (
 from edgekv.errors import InvalidOption, ScalesError
 from edgekv.kv.quant import LIMIT
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVSpec
+from edgekv.kv.spec import KVSpec, scales_dtype
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec
 
@@ -131,7 +131,7 @@ def fitting_scales(
     Raises:
         ScalesError: they are missing, or for something else.
     """
-    if kv.dtype not in LIMIT:
+    if scales_dtype(kv.dtype) not in LIMIT:
         return None
     if scales is None:
         raise ScalesError(f"A {kv.dtype} cache needs KV scales for {name}: make them with `edgekv calibrate`.")

@@ -75,7 +75,8 @@ class Lane:
 
     def __post_init__(self) -> None:
         if self.scales is not None:
-            self.meter = ErrorMeter(self.scales, row_factors=self.engine.row_factors)
+            own = self.engine.kv.dtype if self.engine.row_factors else None
+            self.meter = ErrorMeter(self.scales, own=own)
 
     def append(self, tokens: Sequence[int]) -> Logits:
         """Run tokens, evicting as a chat would, and return all logits, [T, V]."""

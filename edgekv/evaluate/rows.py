@@ -14,13 +14,11 @@ import numpy.typing as npt
 from edgekv.engines.base import Engine
 from edgekv.engines.rope import rotated_centre
 from edgekv.kv.quant import LIMIT, fake_quantize
-from edgekv.kv.rows import dequantize_keys, dequantize_values, quantize_keys, quantize_values
+from edgekv.kv.rows import own_rows
 from edgekv.kv.scales import KVScales
+from edgekv.kv.spec import KVDtype
 
 Float32 = npt.NDArray[np.float32]
-
-
-_OWN_ROWS = {"k": (quantize_keys, dequantize_keys), "v": (quantize_values, dequantize_values)}
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,12 @@ class ErrorMeter:
     """Sums up what quantising does to the rows of a float cache.
 
     Args:
-        row_factors: rows are held as edgekv's own operator holds them, in which none saturates.
+        own: the dtype of rows that are held as edgekv's own operator holds them, with factors, in which none saturates;
+            None: rows have just the scales.
     """
 
-    def __init__(self, scales: KVScales, *, row_factors: bool = False) -> None:
-        self._scales, self._row_factors = scales, row_factors
+    def __init__(self, scales: KVScales, *, own: KVDtype | None = None) -> None:
+        self._scales, self._own = scales, own
         self.sums = np.zeros((len(scales.k), 2, 4), np.float64)  # [L, K or V, error^2, value^2, saturated, values]
 
     def see(self, engine: Engine, start: int, stop: int) -> None:
@@ -69,8 +68,8 @@ class ErrorMeter:
     def _count(self, part: str, held: Float32, rows: Float32, scale: Float32) -> tuple[float, float, float, float]:
         """What is quantised of rows, and the rows, [K, T, D]; scale [K, 1, D]."""
         dtype = self._scales.dtype
-        if self._row_factors:
-            quantise, restore = _OWN_ROWS[part]
+        if self._own:
+            quantise, restore = own_rows(self._own, part)
             return _energy(restore(quantise(held, scale), scale) - held), _energy(rows), 0, rows.size
         difference = fake_quantize(held, scale, dtype) - held
         beyond = int(np.count_nonzero(np.abs(held) > (LIMIT[dtype] + 0.5) * scale))

@@ -1,8 +1,8 @@
 """The memory plan: every byte a line with its formula, and the largest cache that fits a budget.
 
     cache            2 L K C D x bits / 8           (keys and values. In edgekv's own operator an INT8 row has D + 2
-                                                    bytes, and layers with a window may have a ring of R slots:
-                                                    KVSpec.ring_slots)
+                                                    bytes, one of 4 bits D/2 + 2, and layers with a window may have a
+                                                    ring of R slots: KVSpec.ring_slots)
     key centres      4 L K D + 8 P C                where keys are held less their centre (kv/scales.py): that, and cos
                                                     and sin of P pairs of channels at each slot
     RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
@@ -26,7 +26,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from edgekv.errors import InvalidOption, MemoryBudgetError, UnsupportedModel
-from edgekv.kv.spec import BITS, DEFAULT_SINKS, FACTOR_BYTES, FLOATS, MIN_CAPACITY, Granularity, KVDtype, KVSpec
+from edgekv.kv.spec import (
+    BITS,
+    DEFAULT_SINKS,
+    FACTOR_BYTES,
+    FLOATS,
+    MIN_CAPACITY,
+    OWN_OPERATOR_ONLY,
+    ROW_FACTORS,
+    Granularity,
+    KVDtype,
+    KVSpec,
+)
 from edgekv.model.spec import ModelSpec
 from edgekv.units import MIB, format_bytes
 
@@ -112,6 +123,11 @@ class PlanRequest:
     centre_pairs: int = 0  # pairs of channels of which keys are held less a constant (kv/scales.py)
     server: bool = False  # with what `edgekv serve` takes beside
 
+    @property
+    def runs(self) -> bool:
+        """Whether there is an operator here that holds such a cache."""
+        return self.native or self.dtype not in OWN_OPERATOR_ONLY
+
     def __post_init__(self) -> None:
         KVSpec(MIN_CAPACITY, self.dtype, self.granularity, sinks=0)  # refuses what is no dtype or granularity
 
@@ -133,7 +149,7 @@ class Plan:
     kv: KVSpec
     lines: tuple[PlanLine, ...]
     budget_bytes: int | None  # None: no limit was given
-    row_factors: bool = False  # INT8 rows have a factor of their own beside the scales (kv/rows.py)
+    row_factors: bool = False  # rows have a factor of their own beside the scales (kv/rows.py)
 
     @property
     def total_bytes(self) -> int:
@@ -166,12 +182,13 @@ def cache_bytes(spec: ModelSpec, dtype: KVDtype, tokens: int, *, native: bool = 
 
 def slot_bytes(spec: ModelSpec, dtype: KVDtype, native: bool) -> int:
     """Keys and values of one token in one layer: 2 K D x bits / 8, and the factors of its rows."""
-    return 2 * spec.num_kv_heads * (spec.head_dim * BITS[dtype] // 8 + row_extra_bytes(dtype, native))
+    numbers = spec.head_dim * sum(BITS[dtype]) // 8
+    return spec.num_kv_heads * (numbers + 2 * row_extra_bytes(dtype, native))
 
 
 def row_extra_bytes(dtype: KVDtype, native: bool) -> int:
     """Bytes of a row beside its D numbers."""
-    return FACTOR_BYTES if native and dtype == "int8" else 0
+    return FACTOR_BYTES if dtype in ROW_FACTORS and (native or dtype in OWN_OPERATOR_ONLY) else 0
 
 
 def layer_slots(spec: ModelSpec, kv: KVSpec, request: PlanRequest) -> tuple[int, ...]:
@@ -254,15 +271,25 @@ def _total(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity
 def _cache_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> tuple[PlanLine, ...]:
     """The cache, and apart from it the layers that hold only a window."""
     slots = layer_slots(spec, kv, request)
-    size, extra = slot_bytes(spec, kv.dtype, request.native), row_extra_bytes(kv.dtype, request.native)
-    row, bits = (f"(D + {extra})", spec.head_dim + extra) if extra else ("D", spec.head_dim)
+    size = slot_bytes(spec, kv.dtype, request.native)
     lines = []
     for count in sorted(set(slots), reverse=True):
         whole, layers = count == kv.capacity, slots.count(count)
-        formula = f"2 L K {'C' if whole else 'R'} {row} = 2 x {layers} x {spec.num_kv_heads} x {count} x {bits}"
         name = f"cache ({kv.dtype})" if whole else "cache, own rings"
-        lines.append(PlanLine(name, size * layers * count, f"{formula} of {BITS[kv.dtype]} bits"))
+        numbers = f"{layers} x {spec.num_kv_heads} x {count}"
+        formula = _cache_formula(spec, request, "L K C" if whole else "L K R", numbers)
+        lines.append(PlanLine(name, size * layers * count, formula))
     return tuple(lines)
+
+
+def _cache_formula(spec: ModelSpec, request: PlanRequest, rows: str, numbers: str) -> str:
+    """How the size of so many rows of keys and of values comes about; numbers: `rows` with its letters filled in."""
+    dim, extra = spec.head_dim, row_extra_bytes(request.dtype, request.native)
+    k, v = BITS[request.dtype]
+    if k != v:
+        return f"{rows} (D + D/{k // v} + {2 * extra}) = {numbers} x {dim + dim * v // k + 2 * extra} of {k} bits"
+    row, items = (f"(D + {extra})", dim + extra) if extra else ("D", dim)
+    return f"2 {rows} {row} = 2 x {numbers} x {items} of {k} bits"
 
 
 def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, kv: KVSpec) -> tuple[PlanLine, ...]:
@@ -351,7 +378,7 @@ def _refusal(plan: Plan, footprint: Footprint, request: PlanRequest) -> str:
     if _works(plan, footprint, request, fitting):
         remedies.insert(0, f"use --context {fitting}")
     smaller_cache = replace(request, dtype="int8")
-    if BITS[request.dtype] > 8 and _works(plan, footprint, smaller_cache, plan.kv.capacity):
+    if max(BITS[request.dtype]) > 8 and _works(plan, footprint, smaller_cache, plan.kv.capacity):
         remedies.append("use --kv-dtype int8")
     return (
         f"A cache of {plan.kv.capacity} tokens needs {format_bytes(plan.total_bytes)}, but the budget is "

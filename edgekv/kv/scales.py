@@ -23,7 +23,7 @@ import numpy.typing as npt
 from edgekv.errors import ScalesError
 from edgekv.files import atomic_file
 from edgekv.kv.quant import LIMIT, coarsen, pair_norms
-from edgekv.kv.spec import Granularity, KVDtype
+from edgekv.kv.spec import Granularity, KVDtype, scales_dtype
 from edgekv.model.spec import ModelSpec
 
 FORMAT_VERSION = "1"
@@ -85,7 +85,7 @@ class KVScales:
         return replace(self, k=coarsen(wider, self.granularity), k_centre=None)
 
     def check(self, spec: ModelSpec, fingerprint: str, dtype: KVDtype, granularity: Granularity) -> None:
-        """Make sure that these scales are for this model and cache.
+        """Make sure that these scales are for this model and a cache of this dtype.
 
         Raises:
             ScalesError: they are not; the message says what differs.
@@ -93,7 +93,7 @@ class KVScales:
         shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
         for what, found, wanted in (
             ("model", self.fingerprint, fingerprint),
-            ("dtype", self.dtype, dtype),
+            ("dtype", self.dtype, scales_dtype(dtype)),
             ("granularity", self.granularity, granularity),
             ("shape", self.k.shape, shape),
             ("shape", self.v.shape, shape),
@@ -106,7 +106,8 @@ class KVScales:
 
 
 def scales_name(dtype: KVDtype, granularity: Granularity) -> str:
-    """The file name in a model's folder."""
+    """The file name in a model's folder; one file serves caches of several dtypes that take the same scales."""
+    dtype = scales_dtype(dtype)
     return (
         DEFAULT_NAME if (dtype, granularity) == ("int8", "channel") else f"kv_scales.{dtype}-{granularity}.safetensors"
     )

@@ -11,17 +11,32 @@ from typing import Literal, get_args
 
 from edgekv.errors import InvalidOption
 
-KVDtype = Literal["int8", "int4", "fp8", "fp16", "float"]
+KVDtype = Literal["int8", "k8v4", "int4", "fp8", "fp16", "float"]
 Granularity = Literal["channel", "head", "tensor"]
 
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
-BITS: dict[KVDtype, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp16": 16, "float": 32}
+BITS: dict[KVDtype, tuple[int, int]] = {
+    "int8": (8, 8),
+    "k8v4": (8, 4),
+    "int4": (4, 4),
+    "fp8": (8, 8),
+    "fp16": (16, 16),
+    "float": (32, 32),
+}
+"""Of a number in keys, and of one in values."""
+
+OWN_OPERATOR_ONLY: tuple[KVDtype, ...] = ("k8v4",)
+"""What nothing but edgekv's own attention operator holds."""
+
+ROW_FACTORS: tuple[KVDtype, ...] = ("int8", "k8v4")
+"""Where edgekv's own operator stores a factor with each row (kv/rows.py)."""
+
 FLOATS: tuple[KVDtype, ...] = ("fp16", "float")
 """Those that need no scales."""
 
 FACTOR_BYTES = 2
-"""Of a row's own factor, which edgekv's operator stores with an INT8 row of D codes (kv/rows.py)."""
+"""Of such a factor."""
 
 MIN_CAPACITY = 64
 """Below this no chat template plus an answer fits, so it is refused rather than tried."""
@@ -30,6 +45,11 @@ DEFAULT_SINKS = 4
 
 UNDO_TOKENS = 512
 """What a layer with a window keeps beyond it, for an answer that is taken back: about a long answer's length."""
+
+
+def scales_dtype(dtype: KVDtype) -> KVDtype:
+    """The dtype that scales are measured for: K8V4 takes those of INT8, as its rows have factors for the rest."""
+    return "int8" if dtype == "k8v4" else dtype
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 // Attention alone beside a plain read of the same bytes, interleaved in one run.
 //
-//     bench_attention [slots] [layers] [heads] [kv heads] [head size] [tokens] [threads] [instruction set]
+//     bench_attention [slots] [layers] [heads] [kv heads] [head size] [tokens] [threads] [instruction set] [cache]
+//
+// where the instruction set may be - for the fastest, and the cache is int8, k8v4 or fp8.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "attention.h"
@@ -18,15 +21,21 @@ int main(int argc, char** argv) {
   const int slots = argument(1, 7168) / kBlock * kBlock, layers = argument(2, 30), heads = argument(3, 9);
   const int kv_heads = argument(4, 3), dim = argument(5, 64), tokens = argument(6, 1), threads = argument(7, 2);
   const int rounds = tokens > 1 ? 9 : 61;
-  const Kernels& kernels = *best_kernels(CacheType::kInt8, argc > 8 ? argv[8] : nullptr);
-  const size_t part = static_cast<size_t>(kv_heads) * slots * (dim + kFactorBytes);
-  std::vector<int8_t> memory(2 * part * layers + 64);
+  const std::string cache_name = argc > 9 ? argv[9] : "int8";
+  const CacheType type = cache_name == "k8v4" ? CacheType::kK8V4 : cache_name == "fp8" ? CacheType::kFp8 : CacheType::kInt8;
+  const Kernels& kernels = *best_kernels(type, argc > 8 && *argv[8] != '-' ? argv[8] : nullptr);
+  const int factor = type == CacheType::kFp8 ? 0 : kFactorBytes;
+  const size_t row[2] = {static_cast<size_t>(dim + factor), static_cast<size_t>((type == CacheType::kK8V4 ? dim / 2 : dim) + factor)};
+  const size_t part[2] = {kv_heads * slots * row[0], kv_heads * slots * row[1]}, both = part[0] + part[1];
+  std::vector<int8_t> memory(both * layers + 64);
   int8_t* cache = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;  // as the engine has it
   std::mt19937 random(1);
   for (int8_t& x : memory) x = static_cast<int8_t>(random() % 255 - 127);
-  for (size_t head = 0; head < size_t{2} * layers * kv_heads; head++) {  // factors of about 1
-    int8_t* factors = cache + head * slots * (dim + kFactorBytes) + static_cast<size_t>(slots) * dim;
-    for (int slot = 0; slot < slots; slot++) factors[2 * slot + 1] = 63;
+  for (int head = 0; head < layers * kv_heads && factor; head++) {  // factors of about 1
+    for (int which = 0; which < 2; which++) {
+      int8_t* rows = cache + head / kv_heads * both + which * part[0] + head % kv_heads * slots * row[which];
+      for (int slot = 0; slot < slots; slot++) rows[slots * (row[which] - factor) + 2 * slot + 1] = 63;
+    }
   }
   std::vector<float> qkv(static_cast<size_t>(tokens) * (heads + 2 * kv_heads) * dim), scale(kv_heads * dim, 0.02f);
   for (float& x : qkv) x = static_cast<float>(random() % 2001) / 1000.0f - 1;
@@ -34,7 +43,7 @@ int main(int argc, char** argv) {
   Pool pool(threads);
   const Parallel parallel{&pool, Pool::run};
   Problem p{};
-  p.type = CacheType::kInt8;
+  p.type = type;
   p.heads = heads, p.kv_heads = kv_heads, p.dim = dim, p.tokens = tokens, p.slots = slots;
   p.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dim)));
   p.half = dim / 2;
@@ -46,21 +55,21 @@ int main(int argc, char** argv) {
   std::vector<std::vector<double>> attention(layers), plain(layers);
   for (int round = 0; round < rounds; round++) {
     for (int layer = 0; layer < layers; layer++) {
-      p.keys = cache + 2 * part * layer;
-      p.values = cache + 2 * part * layer + part;
+      p.keys = cache + both * layer;
+      p.values = cache + both * layer + part[0];
       double start = now();
       cached_attention(p, kernels, parallel);
       attention[layer].push_back(now() - start);
     }
     for (int layer = 0; layer < layers; layer++) {
-      Read read{cache + 2 * part * layer, 2 * part, 16};
+      Read read{cache + both * layer, both, 16};
       double start = now();
       Pool::run(&pool, read_piece, read.pieces, &read);
       plain[layer].push_back(now() - start);
     }
   }
-  const double bytes = static_cast<double>(2 * part * layers);
-  std::printf("%s, %d slots, %d layers, %d/%d heads of %d, %d tokens, %d threads\n", kernels.name, slots, layers, heads,
+  const double bytes = static_cast<double>(both * layers);
+  std::printf("%s, %s, %d slots, %d layers, %d/%d heads of %d, %d tokens, %d threads\n", kernels.name, cache_name.c_str(), slots, layers, heads,
               kv_heads, dim, tokens, threads);
   for (const char* what : {"fastest", "median"}) {
     auto of = [&](const std::vector<std::vector<double>>& times) {

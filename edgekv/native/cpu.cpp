@@ -1,6 +1,8 @@
 #include "cpu.h"
 
-#if defined(_MSC_VER) && (defined(_M_X64) || defined(_M_IX86))
+#if defined(__x86_64__) || defined(__i386__)
+#include <cpuid.h>
+#elif defined(_MSC_VER) && (defined(_M_X64) || defined(_M_IX86))
 #include <immintrin.h>
 #include <intrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
@@ -11,7 +13,11 @@ namespace edgekv {
 
 #if defined(__x86_64__) || defined(__i386__)
 
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx2() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);  // compilers know its name only since GCC 11
+  return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
 
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -35,7 +41,7 @@ bool saves(unsigned long long mask) { return Cpuid(1, 0).bit(2, 27) && (_xgetbv(
 
 }  // namespace
 
-bool has_avx2() { return saves(0x6) && Cpuid(1, 0).bit(2, 12) && Cpuid(7, 0).bit(1, 5); }
+bool has_avx2() { return saves(0x6) && Cpuid(1, 0).bit(2, 12) && Cpuid(1, 0).bit(2, 29) && Cpuid(7, 0).bit(1, 5); }
 
 bool has_avx512() {
   const Cpuid seven(7, 0);

@@ -1,7 +1,8 @@
-// Members of every `simd` struct: scores and weighted sums over a float cache, on the struct's own float vectors.
+// Members of every `simd` struct: scores and weighted sums over a cache of floats, on the struct's own float vectors.
+// `Number` is float or E4m3; `widen` loads a vector of either.
 
-template <int R>
-EDGEKV_APART static void score_rows(const uint8_t* queries, const float* keys, int dim, float* out, int stride) {
+template <int R, class Number>
+EDGEKV_APART static void score_floats(const uint8_t* queries, const Number* keys, int dim, float* out, int stride) {
   constexpr int N = kBlock / kWidth;
   F sums[R][N];
   EDGEKV_UNROLL
@@ -12,7 +13,7 @@ EDGEKV_APART static void score_rows(const uint8_t* queries, const float* keys, i
   for (int d = 0; d < dim; d++) {
     F k[N];
     EDGEKV_UNROLL
-    for (int n = 0; n < N; n++) k[n] = load(keys + d * kBlock + n * kWidth);
+    for (int n = 0; n < N; n++) k[n] = widen(keys + d * kBlock + n * kWidth);
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
       float q;
@@ -28,19 +29,19 @@ EDGEKV_APART static void score_rows(const uint8_t* queries, const float* keys, i
   }
 }
 
-static void score(int rows, const uint8_t* queries, const int32_t*, const float* keys, const float*, int dim,
-                  float* out, int stride) {
+template <class Number>
+static void score_any(int rows, const uint8_t* queries, const Number* keys, int dim, float* out, int stride) {
   switch (rows) {
-    case 4: return score_rows<4>(queries, keys, dim, out, stride);
-    case 3: return score_rows<3>(queries, keys, dim, out, stride);
-    case 2: return score_rows<2>(queries, keys, dim, out, stride);
-    default: return score_rows<1>(queries, keys, dim, out, stride);
+    case 4: return score_floats<4>(queries, keys, dim, out, stride);
+    case 3: return score_floats<3>(queries, keys, dim, out, stride);
+    case 2: return score_floats<2>(queries, keys, dim, out, stride);
+    default: return score_floats<1>(queries, keys, dim, out, stride);
   }
 }
 
 // Slots outside low .. high - 1 are not read at all: a float may hold anything, and 0 * NaN is NaN.
-template <int R, int N>
-EDGEKV_APART static void weigh_columns(const uint8_t* weights, int stride, const float* values, int low, int high,
+template <int R, int N, class Number>
+EDGEKV_APART static void weigh_numbers(const uint8_t* weights, int stride, const Number* values, int low, int high,
                                        int dim, float* out, const float* alpha, const float* beta) {
   F sums[R][N];
   EDGEKV_UNROLL
@@ -51,7 +52,7 @@ EDGEKV_APART static void weigh_columns(const uint8_t* weights, int stride, const
   for (int s = low; s < high; s++) {
     F v[N];
     EDGEKV_UNROLL
-    for (int n = 0; n < N; n++) v[n] = load(values + int64_t{s} * dim + n * kWidth);
+    for (int n = 0; n < N; n++) v[n] = widen(values + int64_t{s} * dim + n * kWidth);
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
       float w;
@@ -71,23 +72,44 @@ EDGEKV_APART static void weigh_columns(const uint8_t* weights, int stride, const
   }
 }
 
-template <int R>
-EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const float* values, int low, int high, int dim,
-                                    float* out, const float* alpha, const float* beta) {
+template <int R, class Number>
+EDGEKV_APART static void weigh_floats(const uint8_t* weights, int stride, const Number* values, int low, int high,
+                                      int dim, float* out, const float* alpha, const float* beta) {
   int d = 0;
   for (; d + 4 * kWidth <= dim; d += 4 * kWidth) {
-    weigh_columns<R, 4>(weights, stride, values + d, low, high, dim, out + d, alpha, beta);
+    weigh_numbers<R, 4>(weights, stride, values + d, low, high, dim, out + d, alpha, beta);
   }
   for (; d < dim; d += kWidth) {
-    weigh_columns<R, 1>(weights, stride, values + d, low, high, dim, out + d, alpha, beta);
+    weigh_numbers<R, 1>(weights, stride, values + d, low, high, dim, out + d, alpha, beta);
   }
+}
+
+template <class Number>
+static void weigh_any(int rows, const uint8_t* weights, int stride, const Number* values, int low, int high, int dim,
+                      float* out, const float* alpha, const float* beta) {
+  switch (rows) {
+    case 3: return weigh_floats<3>(weights, stride, values, low, high, dim, out, alpha, beta);
+    case 2: return weigh_floats<2>(weights, stride, values, low, high, dim, out, alpha, beta);
+    default: return weigh_floats<1>(weights, stride, values, low, high, dim, out, alpha, beta);
+  }
+}
+
+static void score(int rows, const uint8_t* queries, const int32_t*, const float* keys, const float*, int dim,
+                  float* out, int stride) {
+  score_any(rows, queries, keys, dim, out, stride);
+}
+
+static void score(int rows, const uint8_t* queries, const int32_t*, const E4m3* keys, const float*, int dim, float* out,
+                  int stride) {
+  score_any(rows, queries, keys, dim, out, stride);
 }
 
 static void weigh(int rows, const uint8_t* weights, int stride, const float* values, int low, int high, int dim,
                   float* out, const float* alpha, const float* beta) {
-  switch (rows) {
-    case 3: return weigh_rows<3>(weights, stride, values, low, high, dim, out, alpha, beta);
-    case 2: return weigh_rows<2>(weights, stride, values, low, high, dim, out, alpha, beta);
-    default: return weigh_rows<1>(weights, stride, values, low, high, dim, out, alpha, beta);
-  }
+  weigh_any(rows, weights, stride, values, low, high, dim, out, alpha, beta);
+}
+
+static void weigh(int rows, const uint8_t* weights, int stride, const E4m3* values, int low, int high, int dim,
+                  float* out, const float* alpha, const float* beta) {
+  weigh_any(rows, weights, stride, values, low, high, dim, out, alpha, beta);
 }

@@ -8,18 +8,25 @@
 // scores nor the weighted sum needs a horizontal addition:
 //
 //     INT8    keys   [D / 4][16 slots][4 channels]      values  [4][D channels][4 slots]
+//     K8V4    keys   as in INT8                         values  [4][D / 16][8 pairs of channels][4 slots]
 //     float   keys   [D][16 slots]                      values  [16 slots][D]
+//     FP8     the same, a byte a number
 //
 // In INT8 four channels (keys) or four slots (values) lie in one 32-bit word: what a dot-product instruction takes.
+// Values of 4 bits do so, too: of 16 channels the first 8 lie in the lower halves of 8 words of bytes, the others in the
+// upper halves. No byte belongs to two slots, so rows are written without regard to each other.
 // Behind a head's blocks come the factors of its rows, [slots], of 16 bits each (the upper half of a float32).
 //
-//     a value   v[d] = scale[d] * factor * code[d]
-//     a key     k[d] = scale[d] / n * factor * (H code)[d]
+//     INT8    a value   v[d] = scale[d] * factor * code[d]
+//             a key     k[d] = scale[d] / n * factor * (H code)[d]
+//     K8V4    a value   v[d] = scale[d] / n * factor * (H (code + 1/2))[d],   code -8 .. 7 in two's complement
+//     FP8     either    scale[d] * the number of E4M3
 //
-// The factor is the least that keeps every code of the row within 127: a row with small numbers is as finely divided as
-// one with large ones, and none is clipped. The channels of a key are mixed by a Hadamard matrix H (H H = n I) before,
-// because a few of them are much larger than the others and would leave these few codes. Queries are mixed alike, and
-// scores do not change. Values have no such channels. kv/rows.py says more.
+// The factor is the least that keeps every code of the row within 127 (or what 4 bits hold within 8): a row with small
+// numbers is as finely divided as one with large ones, and none is clipped. The channels of a key are mixed by a Hadamard
+// matrix H (H H = n I) before, because a few of them are much larger than the others and would leave these few codes.
+// Queries are mixed alike, and scores do not change. Values have no such channels; those of 4 bits are mixed, because
+// every bit counts there, and the output is mixed back. kv/rows.py says more.
 #pragma once
 
 #include <cstddef>
@@ -28,11 +35,11 @@
 #include "unroll.h"
 
 // The innermost loops need every register for themselves: inlined into all that is around them, they keep accumulators
-// on the stack.
+// on the stack. Where they begin decides 4 % of their speed, so they begin at a cache line.
 #if defined(_MSC_VER)
 #define EDGEKV_APART __declspec(noinline)
 #else
-#define EDGEKV_APART __attribute__((noinline))
+#define EDGEKV_APART __attribute__((noinline, aligned(64)))
 #endif
 
 namespace edgekv {
@@ -40,11 +47,28 @@ namespace edgekv {
 constexpr int kBlock = 16;    // slots in a block
 constexpr int kMaxDim = 256;  // head sizes are multiples of 16 up to this
 constexpr int kMaxRows = 32;  // query rows that one unit of work handles
-constexpr int kCacheFormat = 2;  // of what is described above; 1 had no factors
-constexpr int kFactorBytes = 2;  // of a row in INT8
+constexpr int kMaxTileSlots = 1024;  // slots of a tile: the integer sums of INT8 fit 32 bits up to here, or up to fewer
+constexpr int kCacheFormat = 3;  // of what is described above; 1 had no factors, 2 neither K8V4 nor FP8
+constexpr int kFactorBytes = 2;  // of a row of codes
 constexpr int kMaxTurned = 32;  // pairs of channels whose centre is taken out of the keys
 
-enum class CacheType { kFloat, kInt8 };
+enum class CacheType { kFloat, kInt8, kK8V4, kFp8 };
+constexpr int kCacheTypes = 4;
+
+struct Nibbles {  // the codes of two channels
+  uint8_t bits;
+  // Sixteen times each: what one shift and one mask leave.
+  int8_t low() const { return static_cast<int8_t>(bits << 4); }
+  int8_t high() const { return static_cast<int8_t>(bits & 0xF0); }
+};
+
+// How many items hold so many codes.
+constexpr int64_t codes_in(const int8_t*, int64_t count) { return count; }
+constexpr int64_t codes_in(const Nibbles*, int64_t count) { return count / 2; }
+
+struct E4m3 {  // a sign, four bits of exponent, three of mantissa (Micikevicius et al., arXiv 2209.05433)
+  uint8_t bits;
+};
 
 // Where the cache stands before the new tokens, in tokens; `before` counts the filled slots.
 struct State {
@@ -67,10 +91,10 @@ struct Problem {
   int64_t slots;  // allocated: C rounded up to whole blocks
   State state;
   const float* qkv;  // [T, (H + 2 K) D]
-  void* keys;        // [K, slots, D] in blocks, in INT8 with the [slots] factors behind each head's
+  void* keys;        // [K, slots, D] in blocks, those of codes with the [slots] factors behind each head's
   void* values;      // the same
-  const float* k_scale;     // [K, D], INT8 only
-  const float* v_scale;     // [K, D], INT8 only
+  const float* k_scale;     // [K, D]; null in float
+  const float* v_scale;     // [K, D]; null in float
   int half;                 // R / 2 of the R <= D channels that are rotated; 0: none, and the angles may be null
   const float* cos;         // [T, R / 2] at each token's absolute position
   const float* sin;         // [T, R / 2]

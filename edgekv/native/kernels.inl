@@ -17,7 +17,7 @@
 // pair of channels the latter is (q1 c1 + q2 c2) cos(n w) + (q2 c1 - q1 c2) sin(n w): two products a pair and slot.
 //
 // In INT8 q and p vf are integers of 15 or 16 bits, so that both sums are integer dot products over the stored codes:
-// exact, and nothing is ever dequantised. The integers of p vf are relative to the tile's largest: a sink with a large
+// exact, and nothing is ever dequantised; K8V4 is the same but for its values. FP8 is widened as it is read. The integers of p vf are relative to the tile's largest: a sink with a large
 // weight and a small value must not cost the others their digits. V's channel scales are applied to the output.
 
 #include <math.h>
@@ -31,7 +31,6 @@ constexpr float kMasked = -3e38f;
 constexpr float kTinyScale = 1e-30f;  // of a query that is all zeros: masked scores must stay far below the others
 constexpr float kLeastFactor = 0x1p-64f, kLargestFactor = 0x1p64f;  // beyond, a row is as good as 0 or not finite
 constexpr int kTileScores = 8192;     // rows * slots of a tile
-constexpr int kMaxTileSlots = 1024;   // the integer sums of `weigh` fit 32 bits up to here
 constexpr int kAheadLines = 4;        // cache lines asked for with every vector of weights
 constexpr int kMaxTileCodes = 65536;  // slots * D: keys of a tile stay in the second-level cache while rows go by
 
@@ -47,66 +46,180 @@ inline float round_up(float x) {
   return x;
 }
 
-// The cache in INT8.
-struct Int8 {
+// ---------------------------------------------------------------------------------------------------- storage
+//
+// Each way to hold keys or values: the type of what lies in a block, how many items a row has, how a row is written, and
+// what it is to be multiplied by (kUnit) beside its factor and scales.
+
+// The least factor of 16 bits that keeps the codes of a row within `limit`; NaN does not count.
+inline float row_factor(const float* x, const float* scale, int dim, float limit) {
+  float largest = 0;
+  for (int d = 0; d < dim; d++) {
+    const float size = fabsf(scale ? x[d] / scale[d] : x[d]);
+    largest = size > largest ? size : largest;
+  }
+  const float least = largest / limit;
+  return round_up(least > kLeastFactor ? (least < kLargestFactor ? least : kLargestFactor) : kLeastFactor);
+}
+
+inline int8_t int8_code(float x, float scale) {
+  const float code = nearbyintf(x / scale);
+  if (!(code > -127.0f)) return code == code ? -127 : 0;  // a NaN must not become an undefined integer
+  return static_cast<int8_t>(code < 127.0f ? code : 127.0f);
+}
+
+struct Int8Rows {
   using Element = int8_t;
   static constexpr int kFactorBytes = edgekv::kFactorBytes;
-  using Query = uint8_t;   // 2 D bytes a row, as simd::encode_query writes them
-  using Weight = uint8_t;  // 2 bytes a slot, as simd::encode_weights writes them
-  static constexpr int kQueryBytes = 2;
-  static constexpr int kWeightBytes = 2;
-  static constexpr int kScoreRows = simd::kInt8ScoreRows;
-  static constexpr int kWeighRows = simd::kInt8WeighRows;
+  static constexpr bool kMixed = false;
+  static constexpr float kUnit = 1.0f;
+  static int64_t items(int dim) { return dim; }
 
-  static int64_t key_at(int slot, int d, int) { return (d / 4) * 4 * kBlock + slot * 4 + d % 4; }
-  static int64_t value_at(int slot, int d, int dim) { return (slot / 4) * 4 * int64_t{dim} + d * 4 + slot % 4; }
-
-  // The least factor of 16 bits that keeps the codes of a row within 127; NaN does not count.
-  static float factor(const float* x, const float* scale, int dim) {
-    float largest = 0;
-    for (int d = 0; d < dim; d++) {
-      const float size = fabsf(scale ? x[d] / scale[d] : x[d]);
-      largest = size > largest ? size : largest;
-    }
-    const float least = largest / 127.0f;
-    return round_up(least > kLeastFactor ? (least < kLargestFactor ? least : kLargestFactor) : kLeastFactor);
-  }
-
-  static int8_t encode(float x, float scale) {
-    const float code = nearbyintf(x / scale);
-    if (!(code > -127.0f)) return code == code ? -127 : 0;  // a NaN must not become an undefined integer
-    return static_cast<int8_t>(code < 127.0f ? code : 127.0f);
+  // Writes a row of D numbers into slot `place` of a block; `scale` of its channels or null. Returns its factor.
+  template <class At>
+  static float store_at(int8_t* block, const float* x, const float* scale, int dim, At at) {
+    const float factor = row_factor(x, scale, dim, 127.0f);
+    for (int d = 0; d < dim; d++) block[at(d)] = int8_code(x[d], scale ? scale[d] * factor : factor);
+    return factor;
   }
 };
 
-// The cache in float32.
-struct Float {
-  using Element = float;
+struct Int8Keys : Int8Rows {
+  static constexpr bool kMixed = true;
+  static float store(int8_t* block, int place, const float* x, const float* scale, int dim) {
+    return store_at(block, x, scale, dim, [=](int d) { return (d / 4) * 4 * kBlock + place * 4 + d % 4; });
+  }
+};
+
+struct Int8Values : Int8Rows {
+  static float store(int8_t* block, int place, const float* x, const float* scale, int dim) {
+    return store_at(block, x, scale, dim, [=](int d) { return (place / 4) * 4 * dim + d * 4 + place % 4; });
+  }
+};
+
+// Values of 4 bits, mixed. What is written are cells of the factor's width, each of which stands for its middle.
+struct Int4Values {
+  using Element = Nibbles;
+  static constexpr int kFactorBytes = edgekv::kFactorBytes;
+  static constexpr bool kMixed = true;
+  static constexpr float kUnit = 1.0f / 16;  // Nibbles::low
+  static int64_t items(int dim) { return dim / 2; }
+
+  static uint8_t code(float x, float factor) {
+    const float cell = floorf(x / factor);
+    if (!(cell > -8.0f)) return cell == cell ? 8 : 0;
+    return static_cast<uint8_t>(static_cast<int>(cell < 7.0f ? cell : 7.0f) & 0xF);
+  }
+
+  static float store(Nibbles* block, int place, const float* x, const float*, int dim) {
+    const float factor = row_factor(x, nullptr, dim, 8.0f);
+    for (int column = 0; column < dim; column += 16) {
+      Nibbles* words = block + (place / 4 * dim + column) * 2 + place % 4;
+      for (int i = 0; i < 8; i++) {
+        const uint8_t low = code(x[column + i], factor), high = code(x[column + 8 + i], factor);
+        words[4 * i].bits = static_cast<uint8_t>(low | high << 4);
+      }
+    }
+    return factor;
+  }
+};
+
+inline void encode(float x, float, float* out) { *out = x; }
+
+// The nearest number of E4M3, ties to even, at most 448.
+inline void encode(float x, float scale, E4m3* out) {
+  x /= scale;
+  const float size = fabsf(x);
+  const uint8_t sign = x < 0 ? 0x80 : 0;
+  if (!(size < 448.0f)) {
+    out->bits = size == size ? sign | 0x7E : 0;  // a NaN is held as 0, as in INT8
+  } else if (size < 0x1p-6f) {
+    out->bits = static_cast<uint8_t>(sign | static_cast<int>(nearbyintf(size * 512)));  // steps of 2^-9
+  } else {
+    uint32_t bits;
+    memcpy(&bits, &size, sizeof bits);
+    bits = (bits + 0x7FFFFu + (bits >> 20 & 1)) >> 20;  // three bits of mantissa are left
+    out->bits = static_cast<uint8_t>(sign | (bits - (120u << 3)));  // biases 127 and 7
+  }
+}
+
+// Numbers as floats, in float32 or E4M3.
+template <class Number>
+struct FloatRows {
+  using Element = Number;
   static constexpr int kFactorBytes = 0;
+  static constexpr bool kMixed = false;
+  static constexpr float kUnit = sizeof(Number) == 1 ? 256.0f : 1.0f;  // simd::widen
+  static int64_t items(int dim) { return dim; }
+};
+
+template <class Number>
+struct FloatKeys : FloatRows<Number> {
+  static float store(Number* block, int place, const float* x, const float* scale, int dim) {
+    for (int d = 0; d < dim; d++) encode(x[d], scale ? scale[d] : 1.0f, block + d * kBlock + place);
+    return 1.0f;
+  }
+};
+
+template <class Number>
+struct FloatValues : FloatRows<Number> {
+  static float store(Number* block, int place, const float* x, const float* scale, int dim) {
+    for (int d = 0; d < dim; d++) encode(x[d], scale ? scale[d] : 1.0f, block + int64_t{place} * dim + d);
+    return 1.0f;
+  }
+};
+
+// The kinds of cache.
+struct Int8 {
+  using Keys = Int8Keys;
+  using Values = Int8Values;
+  static constexpr int kQueryBytes = 2;   // of each of D numbers, as simd::encode_query writes them
+  static constexpr int kWeightBytes = 2;  // of each slot, as simd::encode_weights writes them
+  static constexpr int kScoreRows = simd::kInt8ScoreRows;
+  static constexpr int kWeighRows = simd::kInt8WeighRows;
+};
+
+struct K8V4 : Int8 {
+  using Values = Int4Values;
+};
+
+template <class Number>
+struct Floats {
+  using Keys = FloatKeys<Number>;
+  using Values = FloatValues<Number>;
   static constexpr int kQueryBytes = 4;
   static constexpr int kWeightBytes = 4;
   static constexpr int kScoreRows = 4;
   static constexpr int kWeighRows = 3;
-
-  static int64_t key_at(int slot, int d, int) { return d * kBlock + slot; }
-  static int64_t value_at(int slot, int d, int dim) { return int64_t{slot} * dim + d; }
-  static float factor(const float*, const float*, int) { return 1.0f; }
-  static float encode(float x, float) { return x; }
 };
 
 // Where one KV head's keys (or values) are.
-template <class Cache>
+template <class Storage>
 struct Rows {
-  typename Cache::Element* codes;  // [slots, D] in blocks
-  uint16_t* factors;               // [slots], INT8 only
+  typename Storage::Element* codes;  // [slots, items] in blocks
+  uint16_t* factors;                 // [slots], of codes only
+  int64_t items;
+
+  // The block that begins with this slot.
+  typename Storage::Element* block(int64_t slot) const { return codes + slot * items; }
 };
 
+template <class Storage>
+Rows<Storage> rows_of(const Problem& p, void* part, int64_t kv_head) {
+  using Element = typename Storage::Element;
+  const int64_t items = Storage::items(p.dim), codes = p.slots * items * static_cast<int64_t>(sizeof(Element));
+  uint8_t* head = static_cast<uint8_t*>(part) + kv_head * (codes + p.slots * Storage::kFactorBytes);
+  return {reinterpret_cast<Element*>(head), reinterpret_cast<uint16_t*>(head + codes), items};
+}
+
 template <class Cache>
-Rows<Cache> rows_of(const Problem& p, void* part, int64_t kv_head) {
-  using Element = typename Cache::Element;
-  const int64_t codes = p.slots * p.dim * static_cast<int64_t>(sizeof(Element));
-  uint8_t* head = static_cast<uint8_t*>(part) + kv_head * (codes + p.slots * Cache::kFactorBytes);
-  return {reinterpret_cast<Element*>(head), reinterpret_cast<uint16_t*>(head + codes)};
+Rows<typename Cache::Keys> keys_of(const Problem& p, int64_t kv_head) {
+  return rows_of<typename Cache::Keys>(p, p.keys, kv_head);
+}
+
+template <class Cache>
+Rows<typename Cache::Values> values_of(const Problem& p, int64_t kv_head) {
+  return rows_of<typename Cache::Values>(p, p.values, kv_head);
 }
 
 // ---------------------------------------------------------------------------------------------------- append
@@ -121,21 +234,6 @@ inline void rotate(const Problem& p, const float* x, int64_t token, bool pinned,
     out[d + half] = x[d + half] * cosine[d] + x[d] * sine[d];
   }
   for (int d = 2 * half; d < p.dim; d++) out[d] = x[d];
-}
-
-// Write a row of D numbers with the scales of its channels, or none; `at` says where in a block they lie.
-template <class Cache>
-void store_row(const Problem& p, const Rows<Cache>& rows, int64_t slot, const float* x, const float* scale,
-               int64_t (*at)(int slot, int d, int dim)) {
-  typename Cache::Element* block = rows.codes + slot / kBlock * kBlock * p.dim;
-  const int place = static_cast<int>(slot % kBlock);
-  const float factor = Cache::factor(x, scale, p.dim);
-  for (int d = 0; d < p.dim; d++) block[at(place, d, p.dim)] = Cache::encode(x[d], scale ? scale[d] * factor : factor);
-  if constexpr (Cache::kFactorBytes != 0) {
-    uint32_t bits;
-    memcpy(&bits, &factor, sizeof bits);
-    rows.factors[slot] = static_cast<uint16_t>(bits >> 16);
-  }
 }
 
 // Mix channels with Sylvester's Hadamard matrix, H[i][j] = (-1)^popcount(i & j), in groups as large as the power of two
@@ -159,6 +257,23 @@ inline void mix(float* x, int dim) {
   }
 }
 
+// Write a row of D numbers, which is lost; `scale` of its channels, or null.
+template <class Storage>
+void store_row(const Problem& p, const Rows<Storage>& rows, int64_t slot, float* x, const float* scale) {
+  if constexpr (Storage::kMixed) {
+    for (int d = 0; d < p.dim; d++) x[d] /= scale[d];
+    mix(x, p.dim);
+    scale = nullptr;
+  }
+  const int place = static_cast<int>(slot % kBlock);
+  const float factor = Storage::store(rows.block(slot / kBlock * kBlock), place, x, scale, p.dim);
+  if constexpr (Storage::kFactorBytes != 0) {
+    uint32_t bits;
+    memcpy(&bits, &factor, sizeof bits);
+    rows.factors[slot] = static_cast<uint16_t>(bits >> 16);
+  }
+}
+
 template <class Cache>
 void append_row(const Problem& p, int64_t token, int kv_head) {
   const int dim = p.dim;
@@ -177,12 +292,9 @@ void append_row(const Problem& p, int64_t token, int kv_head) {
     key = left;
   }
   rotate(p, key, token, pinned, rotated);
-  if constexpr (Cache::kFactorBytes != 0) {
-    for (int d = 0; d < dim; d++) rotated[d] /= k_scale[d];
-    mix(rotated, dim);
-  }
-  store_row<Cache>(p, rows_of<Cache>(p, p.keys, kv_head), slot, rotated, nullptr, Cache::key_at);
-  store_row<Cache>(p, rows_of<Cache>(p, p.values, kv_head), slot, value, v_scale, Cache::value_at);
+  store_row(p, keys_of<Cache>(p, kv_head), slot, rotated, k_scale);
+  memcpy(left, value, dim * sizeof(float));
+  store_row(p, values_of<Cache>(p, kv_head), slot, left, v_scale);
 }
 
 template <class Cache>
@@ -207,6 +319,7 @@ struct alignas(64) Work {
   float factors[3][kMaxTileSlots];                        // keys' factors; logarithms of the values' factors; 1 / factor
   float maximum[kMaxRows];                                // running, in scores
   float sum[kMaxRows];                                    // running, of the weights
+  float half[kMaxRows];                                   // running, of half the weights with factors: Int4Values
   float alpha[kMaxRows];                                  // what a tile multiplies the running sums by
   float beta[kMaxRows];                                   // and its own sum over the integers of its weights
   bool finite[kMaxRows];
@@ -250,9 +363,10 @@ void prepare_query(const Problem& p, const Unit& unit, int row, bool pinned, Wor
   const float* k_scale = p.k_scale ? p.k_scale + int64_t{unit.kv_head} * dim : nullptr;
   float* turn = work.turn[pinned][row];
   if (p.centre) turn_query(p, unit.kv_head, q, turn);
-  const float scale = Cache::kFactorBytes ? p.scale / static_cast<float>(mixed(dim)) : p.scale;  // H H = n I
+  constexpr bool kMixed = Cache::Keys::kMixed;
+  const float scale = Cache::Keys::kUnit * (kMixed ? p.scale / static_cast<float>(mixed(dim)) : p.scale);  // H H = n I
   for (int d = 0; d < dim; d++) q[d] *= k_scale ? k_scale[d] * scale : scale;
-  if constexpr (Cache::kFactorBytes != 0) mix(q, dim);
+  if constexpr (kMixed) mix(q, dim);
   float check;
   const float largest = largest_size(q, dim, &check);
   work.finite[row] = work.finite[row] && check == 0.0f;
@@ -293,11 +407,11 @@ inline void prefetch(const void* start, int64_t bytes) {
 // Set what `read_ahead` asks for: as many keys as this tile has, after it.
 template <class Cache>
 void plan_ahead(const Problem& p, const Unit& unit, int64_t slot, int slots, Work<Cache>& work) {
-  const auto* keys = rows_of<Cache>(p, p.keys, unit.kv_head).codes;
+  const auto keys = keys_of<Cache>(p, unit.kv_head);
   const int64_t next = slot + slots;
   const int64_t last = reads_once<Cache>(unit) ? least(next + slots, p.slots) : next;
-  work.ahead = reinterpret_cast<const char*>(keys + next * p.dim);
-  work.ahead_end = reinterpret_cast<const char*>(keys + last * p.dim);
+  work.ahead = reinterpret_cast<const char*>(keys.block(next));
+  work.ahead_end = reinterpret_cast<const char*>(keys.block(last));
 }
 
 template <class Cache>
@@ -311,10 +425,10 @@ void begin_reading(const Problem& p, const Unit& unit, const Segment& segment) {
   const int64_t first = most(unit.first, segment.token), last = least(unit.last, segment.token + segment.count);
   if (first >= last) return;
   const int64_t slot = segment.slot + first - segment.token;
-  const Rows<Cache> keys = rows_of<Cache>(p, p.keys, unit.kv_head), values = rows_of<Cache>(p, p.values, unit.kv_head);
-  prefetch(keys.factors + slot, (last - first) * Cache::kFactorBytes);
-  prefetch(values.factors + slot, (last - first) * Cache::kFactorBytes);
-  prefetch(keys.codes + slot / kBlock * kBlock * p.dim, static_cast<int64_t>(sizeof *keys.codes) * kBlock * p.dim);
+  const auto keys = keys_of<Cache>(p, unit.kv_head);
+  prefetch(keys.factors + slot, (last - first) * Cache::Keys::kFactorBytes);
+  prefetch(values_of<Cache>(p, unit.kv_head).factors + slot, (last - first) * Cache::Values::kFactorBytes);
+  prefetch(keys.block(slot / kBlock * kBlock), static_cast<int64_t>(sizeof *keys.codes) * kBlock * keys.items);
 }
 
 // The part of a tile that some rows see: slots low .. high - 1 of it, each row a part of these.
@@ -359,16 +473,17 @@ inline void load_logarithms(const uint16_t* factors, const Tile& tile, float* lo
 // Rows of raw scores against consecutive blocks; rows go in groups that share each load of the keys.
 template <class Cache>
 void score_tile(const Problem& p, const Unit& unit, const Tile& tile, Work<Cache>& work) {
-  using Element = typename Cache::Element;
   const int blocks = tile.slots / kBlock;
-  const Element* keys = rows_of<Cache>(p, p.keys, unit.kv_head).codes + tile.slot * p.dim;
-  const Element* values = rows_of<Cache>(p, p.values, unit.kv_head).codes + tile.slot * p.dim;
-  const int64_t block_bytes = static_cast<int64_t>(sizeof(Element)) * kBlock * p.dim;
+  const auto keys_at = keys_of<Cache>(p, unit.kv_head);
+  const auto values_at = values_of<Cache>(p, unit.kv_head);
+  const auto* keys = keys_at.block(tile.slot);
+  const auto* values = values_at.block(tile.slot);
+  const int64_t keys_step = kBlock * keys_at.items, values_step = kBlock * values_at.items;
   const int64_t query_bytes = int64_t{p.dim} * Cache::kQueryBytes;
-  for (int block = 0; block < blocks; block++, keys += kBlock * p.dim, values += kBlock * p.dim) {
+  for (int block = 0; block < blocks; block++, keys += keys_step, values += values_step) {
     if (reads_once<Cache>(unit)) {
-      if (block + 1 < blocks) prefetch(keys + kBlock * p.dim, block_bytes);
-      prefetch(values, block_bytes);
+      if (block + 1 < blocks) prefetch(keys + keys_step, keys_step * static_cast<int64_t>(sizeof *keys));
+      prefetch(values, values_step * static_cast<int64_t>(sizeof *values));
     }
     int row = tile.first_row;
     while (row < tile.last_row) {
@@ -417,6 +532,7 @@ struct Softened {
   float maximum;  // the score that the weights are relative to
   float sum;      // of the weights
   float unit;     // what the numbers that `weigh` reads are to be multiplied by
+  float half;     // of the weights with factors, half the sum: Int4Values
 };
 
 // Scores -> weights p v f as integers, the tile's largest being kWeightLimit. With log2(vf) added to a score the maximum
@@ -426,7 +542,7 @@ Softened soften_codes(float* scores, int slots, float query_scale, uint8_t* weig
   using F = typename simd::F;
   const float *logarithm = work.factors[1], *inverse = work.factors[2];
   const F factor = simd::set(query_scale * kLog2e);
-  F best = simd::set(kMasked), sum = simd::set(0.0f);
+  F best = simd::set(kMasked), sum = simd::set(0.0f), all = sum;
   for (int i = 0; i < slots; i += simd::kWidth) {
     const F exponent = simd::fma(simd::load(scores + i), factor, simd::load(logarithm + i));
     simd::store(scores + i, exponent);
@@ -439,9 +555,10 @@ Softened soften_codes(float* scores, int slots, float query_scale, uint8_t* weig
     const F weight = simd::scaled_exp2(simd::sub(simd::load(scores + i), top));
     simd::encode_weights(weight, weights, work.tile_slots, i);
     sum = simd::fma(weight, simd::load(inverse + i), sum);
+    if constexpr (Cache::Values::kMixed) all = simd::add(all, weight);
   }
   constexpr float unit = 1.0f / simd::kWeightLimit;
-  return {largest / kLog2e, simd::total(sum) * unit, unit};
+  return {largest / kLog2e, simd::total(sum) * unit, unit, simd::total(all) * (0.5f * unit)};
 }
 
 template <class Cache>
@@ -457,7 +574,7 @@ Softened soften_floats(const float* scores, int slots, float query_scale, float*
     simd::store(weights + i, weight);
     sum = simd::add(sum, weight);
   }
-  return {raw * query_scale, simd::total(sum), 1.0f};
+  return {raw * query_scale, simd::total(sum), 1.0f, 0.0f};
 }
 
 // Raw scores of one row -> weights, and what its running sums are to be multiplied by. Slots outside low .. high - 1
@@ -482,7 +599,8 @@ void soften_row(const Problem& p, int row, int slots, int low, int high, float q
   const float maximum = tile.maximum > before ? tile.maximum : before;
   work.alpha[row] = before == maximum ? 1.0f : expf(before - maximum);
   const float beta = tile.maximum == maximum ? 1.0f : expf(tile.maximum - maximum);
-  work.beta[row] = beta * tile.unit;
+  work.beta[row] = beta * tile.unit * Cache::Values::kUnit;
+  if constexpr (Cache::Values::kMixed) work.half[row] = work.half[row] * work.alpha[row] + beta * tile.half;
   work.maximum[row] = maximum;
   work.sum[row] = work.sum[row] * work.alpha[row] + beta * tile.sum;
 }
@@ -490,7 +608,7 @@ void soften_row(const Problem& p, int row, int slots, int low, int high, float q
 // o = o alpha + beta sum p v for the tile's rows.
 template <class Cache>
 void weigh_tile(const Problem& p, const Unit& unit, const Tile& tile, Work<Cache>& work) {
-  const auto* values = rows_of<Cache>(p, p.values, unit.kv_head).codes + tile.slot * p.dim;
+  const auto* values = values_of<Cache>(p, unit.kv_head).block(tile.slot);
   for (int row = tile.first_row; row < tile.last_row; row += Cache::kWeighRows) {
     const int rows = static_cast<int>(least(Cache::kWeighRows, tile.last_row - row));
     const uint8_t* weights = work.weights + int64_t{row} * work.tile_slots * Cache::kWeightBytes;
@@ -528,9 +646,9 @@ void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int
   if (tile.first_row == tile.last_row) return;
   tile.low = static_cast<int>(most(visible(p, unit, segment, tile.first_row).begin - slot, 0));
   tile.high = static_cast<int>(least(visible(p, unit, segment, tile.last_row - 1).end - slot, slots));
-  if constexpr (Cache::kFactorBytes != 0) {
-    load_factors(rows_of<Cache>(p, p.keys, unit.kv_head).factors, tile, work.factors[0]);
-    load_logarithms(rows_of<Cache>(p, p.values, unit.kv_head).factors, tile, work.factors[1], work.factors[2]);
+  if constexpr (Cache::Keys::kFactorBytes != 0) {
+    load_factors(keys_of<Cache>(p, unit.kv_head).factors, tile, work.factors[0]);
+    load_logarithms(values_of<Cache>(p, unit.kv_head).factors, tile, work.factors[1], work.factors[2]);
   }
   score_tile(p, unit, tile, work);
   plan_ahead(p, unit, slot, slots, work);
@@ -550,6 +668,17 @@ void attend_segment(const Problem& p, const Unit& unit, const Segment& segment, 
   for (int64_t slot = begin / kBlock * kBlock; slot < end; slot += work.tile_slots) {
     const int64_t blocks = (least(work.tile_slots, end - slot) + kBlock - 1) / kBlock;
     attend_tile(p, unit, segment, slot, static_cast<int>(blocks) * kBlock, work);
+  }
+}
+
+// Values that are held mixed, and as the cells that they lie in: half a cell to each, and mixed back.
+template <class Cache>
+void unmix_values(const Problem& p, const Unit& unit, Work<Cache>& work) {
+  const float back = 1.0f / static_cast<float>(mixed(p.dim));
+  for (int row = 0; row < unit.rows; row++) {
+    float* values = work.values + int64_t{row} * p.dim;
+    for (int d = 0; d < p.dim; d++) values[d] = (values[d] + work.half[row]) * back;
+    mix(values, p.dim);
   }
 }
 
@@ -579,12 +708,12 @@ void write_partial(const Problem& p, const Unit& unit, const Work<Cache>& work) 
 template <class Cache>
 void attend(const Problem& p, const Layout& layout, const Unit& unit) {
   Work<Cache> work;
-  const int64_t slots = least(least(kTileScores / unit.rows, kMaxTileSlots), kMaxTileCodes / p.dim);
+  const int64_t slots = least(least(kTileScores / unit.rows, simd::kTileSlots), kMaxTileCodes / p.dim);
   work.tile_slots = static_cast<int>(slots / kBlock * kBlock);
   memset(work.values, 0, static_cast<size_t>(unit.rows) * p.dim * sizeof(float));
   for (int row = 0; row < unit.rows; row++) {
     work.maximum[row] = -INFINITY;
-    work.sum[row] = 0;
+    work.sum[row] = work.half[row] = 0;
     work.finite[row] = true;
   }
   bool ready[2] = {false, false};
@@ -598,6 +727,7 @@ void attend(const Problem& p, const Layout& layout, const Unit& unit) {
     }
     attend_segment(p, unit, segment, work);
   }
+  if constexpr (Cache::Values::kMixed) unmix_values(p, unit, work);
   if (unit.partial) {
     write_partial(p, unit, work);
   } else {
@@ -609,8 +739,15 @@ void attend(const Problem& p, const Layout& layout, const Unit& unit) {
 
 const Kernels* EDGEKV_KERNELS(CacheType type) {
   static const Kernels int8{simd::kName, append<Int8>, attend<Int8>};
-  static const Kernels floats{simd::kName, append<Float>, attend<Float>};
-  return type == CacheType::kInt8 ? &int8 : &floats;
+  static const Kernels k8v4{simd::kName, append<K8V4>, attend<K8V4>};
+  static const Kernels fp8{simd::kName, append<Floats<E4m3>>, attend<Floats<E4m3>>};
+  static const Kernels floats{simd::kName, append<Floats<float>>, attend<Floats<float>>};
+  switch (type) {
+    case CacheType::kInt8: return &int8;
+    case CacheType::kK8V4: return &k8v4;
+    case CacheType::kFp8: return &fp8;
+    default: return &floats;
+  }
 }
 
 }  // namespace edgekv

@@ -1,7 +1,7 @@
-// The kernels for AVX2 with FMA. Compiled with these flags and called only after cpu.cpp has found them.
+// The kernels for AVX2 with FMA and F16C. Compiled with these flags and called only after cpu.cpp has found them.
 #include "kernels.h"
 
-#if defined(__AVX2__) && (defined(__FMA__) || defined(_MSC_VER))
+#if defined(__AVX2__) && (defined(__FMA__) && defined(__F16C__) || defined(_MSC_VER))
 #include <immintrin.h>
 #include <math.h>
 #include <string.h>
@@ -15,6 +15,13 @@ struct simd {
   using F = __m256;
   static F load(const float* x) { return _mm256_loadu_ps(x); }
   static void store(float* x, F y) { _mm256_storeu_ps(x, y); }
+  static F widen(const float* x) { return load(x); }
+  // Numbers of E4M3, times 2^-8: shifted, their bits are those of float16.
+  static F widen(const E4m3* x) {
+    const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+    const __m128i sign_and_rest = _mm_set1_epi16(static_cast<short>(0xBF80));
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(words, 7), sign_and_rest));
+  }
   static F set(float x) { return _mm256_set1_ps(x); }
   static F add(F x, F y) { return _mm256_add_ps(x, y); }
   static F sub(F x, F y) { return _mm256_sub_ps(x, y); }
@@ -52,6 +59,7 @@ struct simd {
   static constexpr float kQueryLimit = 32639.0f;
   static constexpr float kWeightLimit = 32767.0f;
   static F scaled_exp2(F x) { return mul(exp2(x), set(kWeightLimit)); }
+  static constexpr int kTileSlots = 512;  // so many products of a weight with -128 fit 32 bits
   static constexpr int kInt8ScoreRows = 4;
   static constexpr int kInt8WeighRows = 3;
 
@@ -72,6 +80,14 @@ struct simd {
 
   static __m256i widen(const int8_t* x) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  }
+
+  // Four slots of four channels out of the sixteen at x, the i-th four, as int16.
+  static __m256i four_channels(const int8_t* x, int i) { return widen(x + 16 * i); }
+  static __m256i four_channels(const Nibbles* x, int i) {
+    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i % 2 * 16));
+    const __m128i upper = i < 2 ? _mm_slli_epi16(both, 4) : both;
+    return _mm256_cvtepi8_epi16(_mm_and_si128(upper, _mm_set1_epi8(static_cast<char>(0xF0))));
   }
 
   // Two vectors of pairs to be added -> their eight sums in order.
@@ -119,9 +135,11 @@ struct simd {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + 2 * i), _mm256_castsi256_si128(packed));
   }
 
-  template <int R>
-  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high,
-                                      int dim, float* out, const float* alpha, const float* beta) {
+  // `Code` is int8_t, or Nibbles for two codes.
+  template <int R, class Code>
+  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
+                                      float* out, const float* alpha, const float* beta) {
+    const int64_t row = codes_in(values, dim);
     for (int column = 0; column < dim; column += 16) {  // 16 channels at a time, so that the sums stay in registers
       __m256i sums[R][4];
       EDGEKV_UNROLL
@@ -130,13 +148,13 @@ struct simd {
         for (int i = 0; i < 4; i++) sums[r][i] = _mm256_setzero_si256();
       }
       for (int s = low / 4 * 4; s < high; s += 4) {
-        const int8_t* v = values + int64_t{s} * dim + 4 * column;
+        const Code* v = values + s * row + codes_in(values, 4 * column);
         __m256i w[R];
         EDGEKV_UNROLL
         for (int r = 0; r < R; r++) w[r] = four(weights + 2 * (int64_t{r} * stride + s));
         EDGEKV_UNROLL
         for (int i = 0; i < 4; i++) {
-          const __m256i codes = widen(v + 16 * i);
+          const __m256i codes = four_channels(v, i);
           EDGEKV_UNROLL
           for (int r = 0; r < R; r++) sums[r][i] = _mm256_add_epi32(sums[r][i], _mm256_madd_epi16(w[r], codes));
         }
@@ -153,13 +171,24 @@ struct simd {
     }
   }
 
-  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
-                    float* out, const float* alpha, const float* beta) {
+  template <class Code>
+  static void weigh_codes(int rows, const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
+                          float* out, const float* alpha, const float* beta) {
     switch (rows) {
       case 3: return weigh_rows<3>(weights, stride, values, low, high, dim, out, alpha, beta);
       case 2: return weigh_rows<2>(weights, stride, values, low, high, dim, out, alpha, beta);
       default: return weigh_rows<1>(weights, stride, values, low, high, dim, out, alpha, beta);
     }
+  }
+
+  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
+    weigh_codes(rows, weights, stride, values, low, high, dim, out, alpha, beta);
+  }
+
+  static void weigh(int rows, const uint8_t* weights, int stride, const Nibbles* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
+    weigh_codes(rows, weights, stride, values, low, high, dim, out, alpha, beta);
   }
 
 #include "float_kernels.inl"

@@ -19,6 +19,13 @@ struct simd {
   using F = __m512;
   static F load(const float* x) { return _mm512_loadu_ps(x); }
   static void store(float* x, F y) { _mm512_storeu_ps(x, y); }
+  static F widen(const float* x) { return load(x); }
+  // Numbers of E4M3, times 2^-8: shifted, their bits are those of float16.
+  static F widen(const E4m3* x) {
+    const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+    const __m256i sign_and_rest = _mm256_set1_epi16(static_cast<short>(0xBF80));
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(words, 7), sign_and_rest));
+  }
   static F set(float x) { return _mm512_set1_ps(x); }
   static F add(F x, F y) { return _mm512_add_ps(x, y); }
   static F sub(F x, F y) { return _mm512_sub_ps(x, y); }
@@ -54,6 +61,7 @@ struct simd {
     return _mm512_maskz_scalef_ps(inside, y, n);
   }
 
+  static constexpr int kTileSlots = kMaxTileSlots;
   static constexpr int kInt8ScoreRows = 8;
   static constexpr int kInt8WeighRows = 3;
 
@@ -148,9 +156,19 @@ struct simd {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + 2 * i), _mm512_castsi512_si256(packed));
   }
 
-  template <int R, int N>
-  EDGEKV_APART static void weigh_columns(const uint8_t* weights, int stride, const int8_t* values, int low, int high,
+  // Four slots of sixteen channels.
+  static __m512i sixteen(const int8_t* x) { return _mm512_loadu_si512(x); }
+  static __m512i sixteen(const Nibbles* x) {
+    const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+    const __m512i places = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 0);
+    return _mm512_and_si512(_mm512_sllv_epi16(both, places), _mm512_set1_epi8(static_cast<char>(0xF0)));
+  }
+
+  // `Code` is int8_t, or Nibbles for two codes.
+  template <int R, int N, class Code>
+  EDGEKV_APART static void weigh_columns(const uint8_t* weights, int stride, const Code* values, int low, int high,
                                          int dim, float* out, const float* alpha, const float* beta) {
+    const int64_t row = codes_in(values, dim);
     __m512i coarse[R][N], fine[R][N];
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
@@ -160,7 +178,7 @@ struct simd {
     for (int s = low / 4 * 4; s < high; s += 4) {
       __m512i v[N];
       EDGEKV_UNROLL
-      for (int n = 0; n < N; n++) v[n] = _mm512_loadu_si512(values + int64_t{s} * dim + 64 * n);
+      for (int n = 0; n < N; n++) v[n] = sixteen(values + s * row + codes_in(values, 64) * n);
       EDGEKV_UNROLL
       for (int r = 0; r < R; r++) {
         const uint8_t* w = weights + 2 * (int64_t{r} * stride + s);
@@ -184,25 +202,36 @@ struct simd {
     }
   }
 
-  template <int R>
-  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high,
-                                      int dim, float* out, const float* alpha, const float* beta) {
+  template <int R, class Code>
+  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
+                                      float* out, const float* alpha, const float* beta) {
     int d = 0;
     for (; d + 64 <= dim; d += 64) {
-      weigh_columns<R, 4>(weights, stride, values + 4 * d, low, high, dim, out + d, alpha, beta);
+      weigh_columns<R, 4>(weights, stride, values + codes_in(values, 4 * d), low, high, dim, out + d, alpha, beta);
     }
     for (; d < dim; d += 16) {
-      weigh_columns<R, 1>(weights, stride, values + 4 * d, low, high, dim, out + d, alpha, beta);
+      weigh_columns<R, 1>(weights, stride, values + codes_in(values, 4 * d), low, high, dim, out + d, alpha, beta);
     }
   }
 
-  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
-                    float* out, const float* alpha, const float* beta) {
+  template <class Code>
+  static void weigh_codes(int rows, const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
+                          float* out, const float* alpha, const float* beta) {
     switch (rows) {
       case 3: return weigh_rows<3>(weights, stride, values, low, high, dim, out, alpha, beta);
       case 2: return weigh_rows<2>(weights, stride, values, low, high, dim, out, alpha, beta);
       default: return weigh_rows<1>(weights, stride, values, low, high, dim, out, alpha, beta);
     }
+  }
+
+  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
+    weigh_codes(rows, weights, stride, values, low, high, dim, out, alpha, beta);
+  }
+
+  static void weigh(int rows, const uint8_t* weights, int stride, const Nibbles* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
+    weigh_codes(rows, weights, stride, values, low, high, dim, out, alpha, beta);
   }
 
 #include "float_kernels.inl"

@@ -17,6 +17,15 @@ struct simd {
   using F = float32x4_t;
   static F load(const float* x) { return vld1q_f32(x); }
   static void store(float* x, F y) { vst1q_f32(x, y); }
+  static F widen(const float* x) { return load(x); }
+  // Numbers of E4M3, times 2^-8: shifted, their bits are those of float16.
+  static F widen(const E4m3* x) {
+    uint32_t four;
+    memcpy(&four, x, sizeof four);
+    const int16x4_t words = vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four))));
+    const uint16x4_t bits = vand_u16(vreinterpret_u16_s16(vshl_n_s16(words, 7)), vdup_n_u16(0xBF80));
+    return vcvt_f32_f16(vreinterpret_f16_u16(bits));
+  }
   static F set(float x) { return vdupq_n_f32(x); }
   static F add(F x, F y) { return vaddq_f32(x, y); }
   static F sub(F x, F y) { return vsubq_f32(x, y); }
@@ -45,6 +54,7 @@ struct simd {
   static constexpr float kQueryLimit = 32639.0f;  // 127 * 256 + 127
   static constexpr float kWeightLimit = 32639.0f;
   static F scaled_exp2(F x) { return mul(exp2(x), set(kWeightLimit)); }
+  static constexpr int kTileSlots = kMaxTileSlots;
   static constexpr int kInt8ScoreRows = 3;
   static constexpr int kInt8WeighRows = 3;
 
@@ -120,9 +130,18 @@ struct simd {
     memcpy(weights + stride + i, &words[1], sizeof words[1]);
   }
 
-  template <int R>
-  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const int8_t* values, int low, int high,
-                                      int dim, float* out, const float* alpha, const float* beta) {
+  // Four slots of four channels out of the sixteen at x, the i-th four.
+  static int8x16_t four_channels(const int8_t* x, int i) { return vld1q_s8(x + 16 * i); }
+  static int8x16_t four_channels(const Nibbles* x, int i) {
+    const int8x16_t both = vld1q_s8(reinterpret_cast<const int8_t*>(x + i % 2 * 16));
+    return i < 2 ? vshlq_n_s8(both, 4) : vandq_s8(both, vdupq_n_s8(static_cast<int8_t>(0xF0)));
+  }
+
+  // `Code` is int8_t, or Nibbles for two codes.
+  template <int R, class Code>
+  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
+                                      float* out, const float* alpha, const float* beta) {
+    const int64_t row = codes_in(values, dim);
     for (int column = 0; column < dim; column += 16) {
       int32x4_t coarse[R][4], fine[R][4];
       EDGEKV_UNROLL
@@ -133,7 +152,7 @@ struct simd {
       for (int s = low / 4 * 4; s < high; s += 4) {
         int8x16_t v[4];
         EDGEKV_UNROLL
-        for (int i = 0; i < 4; i++) v[i] = vld1q_s8(values + int64_t{s} * dim + 4 * column + 16 * i);
+        for (int i = 0; i < 4; i++) v[i] = four_channels(values + s * row + codes_in(values, 4 * column), i);
         EDGEKV_UNROLL
         for (int r = 0; r < R; r++) {
           const uint8_t* w = weights + 2 * int64_t{r} * stride + s;
@@ -157,13 +176,24 @@ struct simd {
     }
   }
 
-  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
-                    float* out, const float* alpha, const float* beta) {
+  template <class Code>
+  static void weigh_codes(int rows, const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
+                          float* out, const float* alpha, const float* beta) {
     switch (rows) {
       case 3: return weigh_rows<3>(weights, stride, values, low, high, dim, out, alpha, beta);
       case 2: return weigh_rows<2>(weights, stride, values, low, high, dim, out, alpha, beta);
       default: return weigh_rows<1>(weights, stride, values, low, high, dim, out, alpha, beta);
     }
+  }
+
+  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
+    weigh_codes(rows, weights, stride, values, low, high, dim, out, alpha, beta);
+  }
+
+  static void weigh(int rows, const uint8_t* weights, int stride, const Nibbles* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
+    weigh_codes(rows, weights, stride, values, low, high, dim, out, alpha, beta);
   }
 
 #include "float_kernels.inl"

@@ -23,6 +23,16 @@ struct simd {
     return y;
   }
   static void store(float* x, F y) { memcpy(x, y.v, sizeof y.v); }
+  static F widen(const float* x) { return load(x); }
+  // Numbers of E4M3, times 2^-8. Their bits are those of floats of 2^-120 times their size.
+  static F widen(const E4m3* x) {
+    F y;
+    for (int i = 0; i < kWidth; i++) {
+      const uint32_t bits = (x[i].bits & 0x80u) << 24 | (x[i].bits & 0x7Fu) << 20;
+      memcpy(y.v + i, &bits, sizeof bits);
+    }
+    return mul(y, set(0x1p112f));
+  }
   static F set(float x) {
     F y;
     for (float& lane : y.v) lane = x;
@@ -67,11 +77,12 @@ struct simd {
     return x;
   }
 
-  // INT8. Queries and weights are int16 here; other sets may hold them as two digits of 8 bits.
+  // Codes. Queries and weights are int16 here; other sets may hold them as two digits of 8 bits.
   static constexpr float kQueryLimit = 32639.0f;   // the largest integer a query may hold
   static constexpr float kWeightLimit = 32767.0f;  // and a weight
   // kWeightLimit 2^x for x <= 0, as exactly as a weight's integer is.
   static F scaled_exp2(F x) { return mul(exp2(x), set(kWeightLimit)); }
+  static constexpr int kTileSlots = 512;           // so many products of a weight with -128 fit 32 bits
   static constexpr int kInt8ScoreRows = 4;
   static constexpr int kInt8WeighRows = 3;
 
@@ -128,7 +139,30 @@ struct simd {
     }
   }
 
-  // The same over a float cache.
+  // The same over values of 4 bits.
+  static void weigh(int rows, const uint8_t* weights, int stride, const Nibbles* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
+    for (int r = 0; r < rows; r++) {
+      int32_t sums[kMaxDim] = {};
+      for (int s = low / 4 * 4; s < high; s += 4) {
+        int16_t w[4];
+        memcpy(w, weights + 2 * (int64_t{r} * stride + s), sizeof w);
+        const Nibbles* v = values + int64_t{s} * (dim / 2);
+        for (int column = 0; column < dim; column += 16) {
+          for (int i = 0; i < 8; i++, v += 4) {
+            for (int j = 0; j < 4; j++) {
+              sums[column + i] += w[j] * v[j].low();
+              sums[column + 8 + i] += w[j] * v[j].high();
+            }
+          }
+        }
+      }
+      float* o = out + int64_t{r} * dim;
+      for (int d = 0; d < dim; d++) o[d] = o[d] * alpha[r] + beta[r] * static_cast<float>(sums[d]);
+    }
+  }
+
+  // The same over a cache of floats.
 #include "float_kernels.inl"
 };
 

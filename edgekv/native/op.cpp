@@ -1,13 +1,13 @@
 // edgekv::CachedAttention as an operator of ONNX Runtime, domain "edgekv", CPU provider.
 //
 //     inputs    qkv      float [1, T, (H + 2 K) D]   packed queries, keys and values of the new tokens
-//               keys     int8 [1, K, slots, D + 2] or float [1, K, slots, D]   the cache, written in place; kernels.h
-//                        has its order: in INT8 a head's codes and then the factors of its rows, two bytes each
-//               values   like keys
+//               keys     int8 [1, K, slots, D + 2], float or uint8 (FP8) [1, K, slots, D]   the cache, written in place;
+//                        kernels.h has its order: in INT8 a head's codes and then the factors of its rows, two bytes each
+//               values   like keys, or beside INT8 keys of 4 bits, int8 [1, K, slots, D / 2 + 2]
 //               state    int64 [4]   cached tokens before, evicted tokens, pinned tokens S, capacity C
 //               angles   float [4, T, R / 2]   cos and sin at the absolute positions, and less the evicted tokens, of
 //                        the R <= D channels that are rotated; left out where a layer rotates nothing
-//               scales   float [2, K, D]   of keys (before they are mixed) and of values; only with an INT8 cache
+//               scales   float [2, K, D]   of keys (before they are mixed) and of values; not with float
 //               centre   float [K, D]   what is taken out of keys before they turn; with the next two, or left out
 //               pairs    int64 [P]   where the centre is not zero: channels pairs[i] and pairs[i] + R / 2
 //               turns    float [2, P, slots]   cos and sin of those pairs at the angle of each slot's key
@@ -43,8 +43,7 @@ class Kernel {
     require(heads_ > 0 && kv_heads_ > 0 && heads_ < 65536 && heads_ % kv_heads_ == 0,
             "CachedAttention: num_heads must be a multiple of kv_num_heads");
     const char* limit = std::getenv("EDGEKV_NATIVE_ISA");  // for tests and measurements
-    kernels_[0] = best_kernels(CacheType::kFloat, limit);
-    kernels_[1] = best_kernels(CacheType::kInt8, limit);
+    for (int type = 0; type < kCacheTypes; type++) kernels_[type] = best_kernels(static_cast<CacheType>(type), limit);
   }
 
   void compute(ort::KernelContext* context) const {
@@ -55,8 +54,7 @@ class Kernel {
     void* data = nullptr;
     check(api.GetTensorMutableData(output, &data));
     problem.out = static_cast<float*>(data);
-    const Kernels& kernels = *kernels_[problem.type == CacheType::kInt8];
-    cached_attention(problem, kernels, Parallel{context, run_parallel});
+    cached_attention(problem, *kernels_[static_cast<int>(problem.type)], Parallel{context, run_parallel});
   }
 
  private:
@@ -68,11 +66,7 @@ class Kernel {
     check(api.GetInputCount(context, &count));
     const Tensor scales = count > 5 ? input(context, 5) : Tensor{};
     require(qkv.is(ort::kFloat, 3) && qkv.dims[0] == 1, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
-    require(keys.type == ort::kInt8 || keys.type == ort::kFloat, "CachedAttention: the cache is neither int8 nor float");
-    require(keys.is(keys.type, 4) && keys.dims[0] == 1 && keys.dims[1] == kv_heads_,
-            "CachedAttention: keys are not [1, K, slots, D] (in INT8 D + 2)");
-    require(values.is(keys.type, 4), "CachedAttention: values are not of the type of keys");
-    for (int i = 0; i < 4; i++) require(values.dims[i] == keys.dims[i], "CachedAttention: values have not keys' shape");
+    const CacheType type = cache_type(keys, values);
     const int64_t tokens = qkv.dims[1], dim = keys.dims[3] - (keys.type == ort::kInt8 ? kFactorBytes : 0);
     require(qkv.dims[2] == (heads_ + 2 * kv_heads_) * dim, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
     require(state.is(ort::kInt64, 1) && state.dims[0] == 4, "CachedAttention: state is not int64 [4]");
@@ -82,8 +76,8 @@ class Kernel {
               "CachedAttention: angles are not float [4, T, R / 2]");
       problem.half = static_cast<int>(angles.dims[2]);
     }
-    problem.type = keys.type == ort::kInt8 ? CacheType::kInt8 : CacheType::kFloat;
-    if (problem.type == CacheType::kInt8) {
+    problem.type = type;
+    if (type != CacheType::kFloat) {
       require(scales.is(ort::kFloat, 3) && scales.dims[0] == 2 && scales.dims[1] == kv_heads_ && scales.dims[2] == dim,
               "CachedAttention: scales are not float [2, K, D]");
       problem.k_scale = static_cast<const float*>(scales.data);
@@ -114,6 +108,21 @@ class Kernel {
     return problem;
   }
 
+  // How the cache is held, as the tensors' types and shapes say.
+  CacheType cache_type(const Tensor& keys, const Tensor& values) const {
+    const bool coded = keys.type == ort::kInt8;
+    require(coded || keys.type == ort::kFloat || keys.type == ort::kUint8,
+            "CachedAttention: the cache is neither int8 nor float nor uint8");
+    require(keys.is(keys.type, 4) && keys.dims[0] == 1 && keys.dims[1] == kv_heads_,
+            "CachedAttention: keys are not [1, K, slots, D] (in INT8 D + 2)");
+    require(values.is(keys.type, 4), "CachedAttention: values are not of the type of keys");
+    for (int i = 0; i < 3; i++) require(values.dims[i] == keys.dims[i], "CachedAttention: values have not keys' shape");
+    const int64_t codes = keys.dims[3] - kFactorBytes;
+    if (coded && values.dims[3] == codes / 2 + kFactorBytes) return CacheType::kK8V4;
+    require(values.dims[3] == keys.dims[3], "CachedAttention: values have not keys' shape");
+    return coded ? CacheType::kInt8 : keys.type == ort::kFloat ? CacheType::kFloat : CacheType::kFp8;
+  }
+
   void read_centre(const ort::KernelContext* context, int64_t dim, Problem& problem) const {
     const Tensor centre = input(context, kCentre), pairs = input(context, kPairs), turns = input(context, kTurns);
     require(centre.is(ort::kFloat, 2) && centre.dims[0] == kv_heads_ && centre.dims[1] == dim,
@@ -131,7 +140,7 @@ class Kernel {
   int64_t heads_, kv_heads_;
   float scale_, softcap_;
   int64_t window_;
-  const Kernels* kernels_[2];  // for a float and for an INT8 cache
+  const Kernels* kernels_[kCacheTypes];
 };
 
 int input_type(const ort::CustomOp*, size_t index) {

@@ -1,9 +1,8 @@
 // The operator's body against a loop in float64, for every instruction set that this machine runs.
 //
 // Random shapes, lengths, rings that have wrapped, pinned prefixes and scales. What is compared: the rows that were
-// written (each factor the least that fits, in 16 bits; codes may differ by one where the float64 quotient is a tie),
-// every other byte of the cache (must not have changed), and the output, given the rows as stored: at most 1e-3 of the
-// row's length away.
+// written (each factor the least that fits, in 16 bits; numbers within half a step), every other byte of the cache (must
+// not have changed), and the output, given the rows as stored: at most 1e-3 of the row's length away.
 //
 //     test_attention [rounds] [seed]
 #include <algorithm>
@@ -48,6 +47,8 @@ struct Case {
   double k_size = 1, v_size = 1;  // how large keys and values are
   bool flat = false;              // queries of almost nothing: attention spread over all slots
   double uneven = 0.3;            // how much the lengths of values differ: the deviation of their logarithm
+  double fp8_step = 1;            // FP8: scales relative to what is usual of keys and values
+  bool same = false;              // all values are one number, the largest that their codes have
 
   int pairs() const { return half < 0 ? dim / 2 : half; }
 };
@@ -55,12 +56,14 @@ struct Case {
 // Everything that a problem points at.
 struct Memory {
   std::vector<float> qkv, k_scale, v_scale, cos, sin, cos_pinned, sin_pinned, out;
-  std::vector<int8_t> codes[2];      // [K, slots, D] in blocks
-  std::vector<uint16_t> factors[2];  // [K, slots]
-  std::vector<uint8_t> bytes[2];     // both, as the operator has them
-  std::vector<float> floats[2];
+  std::vector<uint8_t> cache[2];  // keys and values, as the operator has them
   Problem problem{};
 };
+
+const char* name_of(CacheType type) {
+  const char* names[] = {"float", "int8", "k8v4", "fp8"};
+  return names[static_cast<int>(type)];
+}
 
 uint16_t upper_half(float x) {
   uint32_t bits;
@@ -75,19 +78,54 @@ double as_float(uint16_t half) {
   return x;
 }
 
-// Each head's codes and the factors behind them, put together for the operator or taken apart again.
-void exchange(Memory& m, bool together) {
-  const size_t slots = static_cast<size_t>(m.problem.slots), codes = slots * m.problem.dim;
-  for (int part = 0; part < 2; part++) {
-    m.bytes[part].resize(m.problem.kv_heads * (codes + 2 * slots));
-    for (int head = 0; head < m.problem.kv_heads; head++) {
-      uint8_t* at = m.bytes[part].data() + head * (codes + 2 * slots);
-      void *first = m.codes[part].data() + head * codes, *second = m.factors[part].data() + head * slots;
-      std::memcpy(together ? at : first, together ? first : at, codes);
-      std::memcpy(together ? at + codes : second, together ? second : at + codes, 2 * slots);
-    }
-  }
+// What a byte of E4M3 stands for, and the byte of a number (or one of its neighbours).
+double from_e4m3(uint8_t bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  const double size = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+  return bits & 0x80 ? -size : size;
 }
+
+uint8_t to_e4m3(double x) {
+  const double size = std::min(std::fabs(x), 448.0);
+  const int exponent = size > 0 ? std::max(std::ilogb(size), -6) : -6;
+  const int steps = static_cast<int>(std::ldexp(size, 3 - exponent));  // 0 .. 15
+  const int bits = (exponent + 6) * 8 + steps;
+  return static_cast<uint8_t>(bits | (x < 0 ? 0x80 : 0));
+}
+
+// How rows are held, written down once more from the description in kernels.h.
+struct Held {
+  const Problem& p;
+  bool value;
+
+  bool nibbles() const { return p.type == CacheType::kK8V4 && value; }
+  bool coded() const { return p.type == CacheType::kInt8 || p.type == CacheType::kK8V4; }
+  bool mixed() const { return coded() && (!value || nibbles()); }
+  bool scaled() const { return p.type != CacheType::kFloat; }
+  double limit() const { return nibbles() ? 8 : 127; }
+  int64_t number_bytes() const {
+    return nibbles() ? p.dim / 2 : p.type == CacheType::kFloat ? p.dim * int64_t{4} : p.dim;
+  }
+  int64_t head_bytes() const { return p.slots * (number_bytes() + (coded() ? 2 : 0)); }
+  const float* scale(int head) const { return (value ? p.v_scale : p.k_scale) + head * p.dim; }
+
+  // The byte at which a number lies or begins.
+  size_t at(int head, int64_t slot, int d) const {
+    const int64_t block = slot / 16 * number_bytes() * 16, s = slot % 16;
+    int64_t place = 0;
+    if (nibbles()) {
+      place = ((s / 4 * (p.dim / 16) + d / 16) * 8 + d % 8) * 4 + s % 4;
+    } else if (coded()) {
+      place = value ? (s / 4 * p.dim + d) * 4 + s % 4 : (d / 4 * 16 + s) * 4 + d % 4;
+    } else {
+      place = (value ? s * p.dim + d : d * 16 + s) * (p.type == CacheType::kFloat ? 4 : 1);
+    }
+    return static_cast<size_t>(head * head_bytes() + block + place);
+  }
+  size_t factor_at(int head, int64_t slot) const {
+    return static_cast<size_t>(head * head_bytes() + p.slots * number_bytes() + 2 * slot);
+  }
+};
 
 double angle(int64_t position, int d, int dim) { return position * std::pow(10000.0, -2.0 * d / dim); }
 
@@ -104,37 +142,61 @@ void fill_angles(Memory& m, const Case& c) {
   }
 }
 
+// Rows of other tokens.
+void fill_cache(Memory& m, bool value, double spread, const Case& c, double uneven, std::mt19937& random) {
+  std::normal_distribution<double> normal;
+  const Problem& p = m.problem;
+  const Held held{p, value};
+  std::vector<uint8_t>& cache = m.cache[value];
+  cache.resize(static_cast<size_t>(p.kv_heads * held.head_bytes()));
+  for (int head = 0; head < p.kv_heads; head++) {
+    for (int64_t slot = 0; slot < p.slots; slot++) {
+      for (int d = 0; d < p.dim; d++) {
+        uint8_t* at = cache.data() + held.at(head, slot, d);
+        const bool same = c.same && value;
+        const float number = static_cast<float>(same ? 1 : normal(random) * spread);
+        if (held.nibbles()) {
+          *at = same ? 0x88 : static_cast<uint8_t>(random());
+        } else if (held.coded()) {
+          *at = static_cast<uint8_t>(same ? 127 : static_cast<int8_t>(std::clamp(normal(random) * 35, -128.0, 127.0)));
+        } else if (p.type == CacheType::kFp8) {
+          *at = to_e4m3(same ? 448 : number / held.scale(head)[d]);
+        } else {
+          std::memcpy(at, &number, sizeof number);
+        }
+      }
+      const double usual = held.nibbles() ? 9 * std::sqrt(p.dim & -p.dim) : 1;  // numbers like those of new rows
+      const uint16_t factor = upper_half(static_cast<float>(usual * (c.same ? 1 : std::exp(uneven * normal(random)))));
+      if (held.coded()) std::memcpy(cache.data() + held.factor_at(head, slot), &factor, sizeof factor);
+    }
+  }
+}
+
 Memory make(const Case& c, std::mt19937& random) {
   Memory m;
   std::normal_distribution<double> normal;
   const int heads = c.group * c.kv_heads;
   const int64_t slots = c.state.ring ? c.state.ring : (c.state.capacity + kBlock - 1) / kBlock * kBlock;
-  const size_t channels = static_cast<size_t>(c.kv_heads) * c.dim, items = channels * slots;
+  const size_t channels = static_cast<size_t>(c.kv_heads) * c.dim;
   const double uneven[2] = {0.3, c.uneven};  // keys less: long ones make scores that no model has
   std::vector<double> k_spread(channels), v_spread(channels);
   for (size_t i = 0; i < channels; i++) {
     k_spread[i] = c.k_size * std::exp(0.5 * normal(random));
     v_spread[i] = c.v_size * std::exp(0.5 * normal(random));
-    m.k_scale.push_back(static_cast<float>(k_spread[i] * 4 / 127));
-    m.v_scale.push_back(static_cast<float>(v_spread[i] * 3 / 127));
+    const bool fp8 = c.type == CacheType::kFp8;
+    m.k_scale.push_back(static_cast<float>(k_spread[i] * (fp8 ? c.fp8_step : 4.0 / 127)));
+    m.v_scale.push_back(static_cast<float>(v_spread[i] * (fp8 ? c.fp8_step : 3.0 / 127)));
   }
   for (int64_t t = 0; t < c.tokens; t++) {
     for (int i = 0; i < heads * c.dim; i++) m.qkv.push_back(static_cast<float>(normal(random) * (c.flat ? 1e-3 : 2)));
     for (int part = 0; part < 2; part++) {
       const double length = std::exp(uneven[part] * normal(random));
-      for (double x : part ? v_spread : k_spread) m.qkv.push_back(static_cast<float>(normal(random) * x * length));
+      for (double x : part ? v_spread : k_spread) {
+        m.qkv.push_back(static_cast<float>(part && c.same ? x : normal(random) * x * length));
+      }
     }
   }
   fill_angles(m, c);
-  for (int part = 0; part < 2; part++) {
-    const auto& spread = part ? v_spread : k_spread;
-    for (size_t i = 0; i < items; i++) {
-      m.codes[part].push_back(static_cast<int8_t>(std::clamp(normal(random) * 35, -128.0, 127.0)));
-      m.floats[part].push_back(static_cast<float>(normal(random) * spread[0]));
-    }
-    m.factors[part].resize(static_cast<size_t>(c.kv_heads * slots));
-    for (uint16_t& x : m.factors[part]) x = upper_half(static_cast<float>(std::exp(uneven[part] * normal(random))));
-  }
   m.out.assign(static_cast<size_t>(c.tokens) * heads * c.dim, std::numeric_limits<float>::quiet_NaN());
   Problem& p = m.problem;
   p.type = c.type;
@@ -149,18 +211,20 @@ Memory make(const Case& c, std::mt19937& random) {
   p.tokens = c.tokens;
   p.slots = slots;
   p.state = c.state;
+  p.k_scale = c.type == CacheType::kFloat ? nullptr : m.k_scale.data();
+  p.v_scale = c.type == CacheType::kFloat ? nullptr : m.v_scale.data();
+  for (int part = 0; part < 2; part++) fill_cache(m, part, (part ? v_spread : k_spread)[0], c, uneven[part], random);
   return m;
 }
 
 void connect(Memory& m) {
   Problem& p = m.problem;
-  const bool int8 = p.type == CacheType::kInt8;
+  const bool scaled = p.type != CacheType::kFloat;
   p.qkv = m.qkv.data();
-  exchange(m, true);
-  p.keys = int8 ? static_cast<void*>(m.bytes[0].data()) : m.floats[0].data();
-  p.values = int8 ? static_cast<void*>(m.bytes[1].data()) : m.floats[1].data();
-  p.k_scale = int8 ? m.k_scale.data() : nullptr;
-  p.v_scale = int8 ? m.v_scale.data() : nullptr;
+  p.keys = m.cache[0].data();
+  p.values = m.cache[1].data();
+  p.k_scale = scaled ? m.k_scale.data() : nullptr;
+  p.v_scale = scaled ? m.v_scale.data() : nullptr;
   p.cos = m.cos.data();
   p.sin = m.sin.data();
   p.cos_pinned = m.cos_pinned.data();
@@ -168,21 +232,27 @@ void connect(Memory& m) {
   p.out = m.out.data();
 }
 
-// Where a number lies, written down once more from the description in kernels.h.
-size_t place(const Problem& p, bool value, int head, int64_t slot, int d) {
-  const size_t base = static_cast<size_t>(head * p.slots + slot / 16 * 16) * p.dim;
-  const int s = static_cast<int>(slot % 16);
-  if (p.type == CacheType::kFloat) return base + (value ? s * p.dim + d : d * 16 + s);
-  return base + (value ? (s / 4 * p.dim + d) * 4 + s % 4 : (d / 4 * 16 + s) * 4 + d % 4);
+double factor_of(const Memory& m, bool value, int head, int64_t slot) {
+  const Held held{m.problem, value};
+  if (!held.coded()) return 1;
+  uint16_t half;
+  std::memcpy(&half, m.cache[value].data() + held.factor_at(head, slot), sizeof half);
+  return as_float(half);
 }
 
-// A number as it is stored: of a value, of a key in float, or of a mixed key.
+// A number as it is stored, times its row's factor.
 double stored(const Memory& m, bool value, int head, int64_t slot, int d) {
-  const size_t at = place(m.problem, value, head, slot, d);
-  if (m.problem.type == CacheType::kFloat) return m.floats[value][at];
-  const double factor = as_float(m.factors[value][static_cast<size_t>(head * m.problem.slots + slot)]);
-  if (value) return m.codes[value][at] * factor * m.v_scale[static_cast<size_t>(head) * m.problem.dim + d];
-  return m.codes[value][at] * factor;
+  const Held held{m.problem, value};
+  const uint8_t* at = m.cache[value].data() + held.at(head, slot, d);
+  if (held.nibbles()) {
+    const int code = (d / 8 % 2 ? *at >> 4 : *at & 15);
+    return ((code < 8 ? code : code - 16) + 0.5) * factor_of(m, value, head, slot);
+  }
+  if (held.coded()) return static_cast<int8_t>(*at) * factor_of(m, value, head, slot);
+  if (m.problem.type == CacheType::kFp8) return from_e4m3(*at);
+  float number;
+  std::memcpy(&number, at, sizeof number);
+  return number;
 }
 
 int sign(int i, int j) {
@@ -201,23 +271,28 @@ std::vector<double> mixed_row(const std::vector<double>& x) {
   return y;
 }
 
-// A row of keys as it stands for, [D].
-std::vector<double> stored_key(const Memory& m, int head, int64_t slot) {
-  std::vector<double> key(m.problem.dim);
-  for (int d = 0; d < m.problem.dim; d++) key[d] = stored(m, false, head, slot, d);
-  if (m.problem.type == CacheType::kFloat) return key;
-  key = mixed_row(key);
-  for (int d = 0; d < m.problem.dim; d++) {
-    key[d] *= double{m.k_scale[static_cast<size_t>(head) * m.problem.dim + d]} / (m.problem.dim & -m.problem.dim);
-  }
-  return key;
+// What a row stands for, [D].
+std::vector<double> row_of(const Memory& m, bool value, int head, int64_t slot) {
+  const Held held{m.problem, value};
+  std::vector<double> row(m.problem.dim);
+  for (int d = 0; d < m.problem.dim; d++) row[d] = stored(m, value, head, slot, d);
+  if (held.mixed()) row = mixed_row(row);
+  const int n = held.mixed() ? m.problem.dim & -m.problem.dim : 1;
+  for (int d = 0; d < m.problem.dim; d++) row[d] *= (held.scaled() ? held.scale(head)[d] : 1.0) / n;
+  return row;
 }
 
-// What is stored of a key, but for its rounding.
-std::vector<double> to_store(const Problem& p, std::vector<double> key, int head) {
-  if (p.type == CacheType::kFloat) return key;
-  for (int d = 0; d < p.dim; d++) key[d] /= p.k_scale[head * p.dim + d];
-  return mixed_row(key);
+// What is stored of a row, but for its rounding.
+std::vector<double> to_store(const Held& held, std::vector<double> row, int head) {
+  for (size_t d = 0; d < row.size(); d++) row[d] /= held.scaled() ? held.scale(head)[d] : 1.0;
+  return held.mixed() ? mixed_row(row) : row;
+}
+
+// How far what is stored may be from what should be, apart from sums in another order.
+double half_step(const Held& held, double wanted, double factor) {
+  if (held.coded()) return 0.5 * factor;
+  if (held.p.type == CacheType::kFloat) return 0;
+  return std::ldexp(0.5, std::max(std::ilogb(std::fabs(wanted)), -6) - 3);
 }
 
 int64_t wanted_slot(const State& s, int64_t cached) {
@@ -238,18 +313,38 @@ std::vector<double> rotated(const Problem& p, const float* x, int64_t token, boo
   return y;
 }
 
-// The factor of a row is the least that keeps its codes within 127, rounded up to 8 bits of mantissa.
-bool check_factor(double found, const double* row, const float* scale, int dim) {
+// The factor of a row is the least that keeps its codes within the limit, rounded up to 8 bits of mantissa.
+bool check_factor(double found, const std::vector<double>& row, double limit) {
   double largest = 0;
-  for (int d = 0; d < dim; d++) largest = std::max(largest, std::fabs(row[d]) / (scale ? scale[d] : 1));
-  const double least = std::max(largest / 127, std::ldexp(1, -64));
+  for (double x : row) largest = std::max(largest, std::fabs(x));
+  const double least = std::max(largest / limit, std::ldexp(1, -64));
   if (found >= least * (1 - 1e-5) && found <= least * (1 + 1e-5) * (1 + std::ldexp(1, -7))) return true;
   std::printf("a row's factor is %g where %g was needed\n", found, least);
   return false;
 }
 
+// One new row against the one that should be there; marks its bytes.
+bool check_row(const Memory& m, bool value, int head, int64_t slot, const std::vector<double>& row,
+               std::vector<bool>& touched) {
+  const Held held{m.problem, value};
+  const double factor = factor_of(m, value, head, slot);
+  for (size_t i = 0; held.coded() && i < 2; i++) touched[held.factor_at(head, slot) + i] = true;
+  if (held.coded() && !check_factor(factor, row, held.limit())) return false;
+  const double length = std::sqrt(std::inner_product(row.begin(), row.end(), row.begin(), 0.0));
+  for (int d = 0; d < m.problem.dim; d++) {
+    for (int i = 0; i < (held.scaled() ? 1 : 4); i++) touched[held.at(head, slot, d) + i] = true;
+    const double wanted = held.p.type == CacheType::kFp8 ? std::clamp(row[d], -448.0, 448.0) : row[d];
+    const double found = stored(m, value, head, slot, d), sums = value && !held.mixed() ? std::fabs(wanted) : length;
+    if (std::fabs(found - wanted) <= 1e-5 * sums + half_step(held, wanted, factor)) continue;
+    std::printf("slot %lld head %d channel %d part %d: stored %g, wanted %g\n", static_cast<long long>(slot), head, d,
+                value, found, wanted);
+    return false;
+  }
+  return true;
+}
+
 // The new rows, in float64; touched bytes are marked.
-bool check_rows(const Memory& m, std::vector<bool> touched[2], std::vector<bool> touched_factors[2]) {
+bool check_rows(const Memory& m, std::vector<bool> touched[2]) {
   const Problem& p = m.problem;
   for (int64_t t = 0; t < p.tokens; t++) {
     const int64_t cached = p.state.before + t, slot = wanted_slot(p.state, cached);
@@ -257,47 +352,27 @@ bool check_rows(const Memory& m, std::vector<bool> touched[2], std::vector<bool>
       const float* key = p.qkv + t * p.qkv_stride() + (p.heads + head) * p.dim;
       const float* value = key + p.kv_heads * p.dim;
       const bool pinned = p.state.evicted && cached < p.state.pinned && !p.state.ring;
-      const auto k = to_store(p, rotated(p, key, t, pinned), head);
-      const double length = std::sqrt(std::inner_product(k.begin(), k.end(), k.begin(), 0.0));
-      const std::vector<double> v(value, value + p.dim);
-      double factor[2] = {1, 1};
-      for (int part = 0; part < 2 && p.type == CacheType::kInt8; part++) {
-        const size_t at = static_cast<size_t>(head * p.slots + slot);
-        touched_factors[part][at] = true;
-        factor[part] = as_float(m.factors[part][at]);
-        const float* scale = part ? p.v_scale + head * p.dim : nullptr;
-        if (!check_factor(factor[part], (part ? v : k).data(), scale, p.dim)) return false;
-      }
-      for (int d = 0; d < p.dim; d++) {
-        for (int part = 0; part < 2; part++) {
-          touched[part][place(p, part, head, slot, d)] = true;
-          const double wanted = part ? value[d] : k[d], found = stored(m, part, head, slot, d);
-          double slack = 1e-5 * (part ? std::fabs(wanted) : length);
-          if (p.type == CacheType::kInt8) slack += 0.5 * factor[part] * (part ? p.v_scale[head * p.dim + d] : 1);
-          if (std::fabs(found - wanted) <= slack) continue;
-          std::printf("row %lld head %d channel %d part %d: stored %g, wanted %g\n", static_cast<long long>(cached),
-                      head, d, part, found, wanted);
-          return false;
-        }
-      }
+      const auto k = to_store({p, false}, rotated(p, key, t, pinned), head);
+      const auto v = to_store({p, true}, std::vector<double>(value, value + p.dim), head);
+      if (!check_row(m, false, head, slot, k, touched[0]) || !check_row(m, true, head, slot, v, touched[1])) return false;
     }
   }
   return true;
 }
 
-// Keys of all slots, [K][slots][D].
-std::vector<std::vector<std::vector<double>>> all_keys(const Memory& m) {
-  std::vector<std::vector<std::vector<double>>> keys(m.problem.kv_heads);
+// Keys or values of all slots, [K][slots][D].
+std::vector<std::vector<std::vector<double>>> all_rows(const Memory& m, bool value) {
+  std::vector<std::vector<std::vector<double>>> rows(m.problem.kv_heads);
   for (int head = 0; head < m.problem.kv_heads; head++) {
-    for (int64_t slot = 0; slot < m.problem.slots; slot++) keys[head].push_back(stored_key(m, head, slot));
+    for (int64_t slot = 0; slot < m.problem.slots; slot++) rows[head].push_back(row_of(m, value, head, slot));
   }
-  return keys;
+  return rows;
 }
 
 // The largest relative error of an output row.
 double output_error(const Memory& m) {
   const Problem& p = m.problem;
-  const auto keys = all_keys(m);
+  const auto keys = all_rows(m, false), values = all_rows(m, true);
   double worst = 0;
   for (int64_t t = 0; t < p.tokens; t++) {
     const int64_t visible = p.state.before + t + 1;
@@ -320,7 +395,8 @@ double output_error(const Memory& m) {
       for (int64_t j = oldest; j < visible; j++) {
         const double weight = std::exp(scores[j] - largest);
         sum += weight;
-        for (int d = 0; d < p.dim; d++) wanted[d] += weight * stored(m, true, head, wanted_slot(p.state, j), d);
+        const auto& value = values[head][wanted_slot(p.state, j)];
+        for (int d = 0; d < p.dim; d++) wanted[d] += weight * value[d];
       }
       const float* found = p.out + (t * p.heads + h) * p.dim;
       for (int d = 0; d < p.dim; d++) {
@@ -335,10 +411,9 @@ double output_error(const Memory& m) {
   return worst;
 }
 
-template <class T>
-bool unchanged(const std::vector<T>& before, const std::vector<T>& after, const std::vector<bool>& touched) {
+bool unchanged(const std::vector<uint8_t>& before, const std::vector<uint8_t>& after, const std::vector<bool>& touched) {
   for (size_t i = 0; i < before.size(); i++) {
-    if (!touched[i] && std::memcmp(&before[i], &after[i], sizeof(T))) return false;
+    if (!touched[i] && before[i] != after[i]) return false;
   }
   return true;
 }
@@ -353,33 +428,23 @@ bool check(const Case& c, const Kernels& kernels, unsigned seed) {
     std::printf("refused: %s\n", what);
     return false;
   }
-  const Memory before = m;
+  const std::vector<uint8_t> before[2] = {m.cache[0], m.cache[1]};
   cached_attention(m.problem, kernels, Parallel{nullptr, run_threads});
-  exchange(m, false);
-  std::vector<bool> touched[2] = {std::vector<bool>(m.codes[0].size()), std::vector<bool>(m.codes[1].size())};
-  std::vector<bool> factors[2] = {std::vector<bool>(m.factors[0].size()), std::vector<bool>(m.factors[1].size())};
-  bool good = check_rows(m, touched, factors);
-  for (int part = 0; part < 2; part++) {
-    good = good && unchanged(before.factors[part], m.factors[part], factors[part]);
-    good = good && unchanged(before.codes[part], m.codes[part], c.type == CacheType::kInt8
-                                                                    ? touched[part]
-                                                                    : std::vector<bool>(touched[part].size()));
-    good = good && unchanged(before.floats[part], m.floats[part], c.type == CacheType::kFloat
-                                                                      ? touched[part]
-                                                                      : std::vector<bool>(touched[part].size()));
-  }
+  std::vector<bool> touched[2] = {std::vector<bool>(m.cache[0].size()), std::vector<bool>(m.cache[1].size())};
+  bool good = check_rows(m, touched);
+  for (int part = 0; part < 2; part++) good = good && unchanged(before[part], m.cache[part], touched[part]);
   const double error = output_error(m);
   worst_error = std::max(worst_error, error);
   if (good && error <= kTolerance) return true;
   std::printf("FAILED %s %s: group %d, kv heads %d, dim %d, tokens %lld, before %lld, evicted %lld, pinned %lld, "
               "capacity %lld, ring %lld, window %lld, softcap %g, scale %g, pairs %d, k size %g, v size %g, flat %d, "
-              "uneven %g, seed %u: error %g%s\n",
-              kernels.name, c.type == CacheType::kInt8 ? "int8" : "float", c.group, c.kv_heads, c.dim,
+              "uneven %g, FP8 step %g, same %d, seed %u: error %g%s\n",
+              kernels.name, name_of(c.type), c.group, c.kv_heads, c.dim,
               static_cast<long long>(c.tokens), static_cast<long long>(c.state.before),
               static_cast<long long>(c.state.evicted), static_cast<long long>(c.state.pinned),
               static_cast<long long>(c.state.capacity), static_cast<long long>(c.state.ring),
-              static_cast<long long>(c.window), c.softcap, c.scale, c.pairs(), c.k_size, c.v_size, c.flat, c.uneven, seed,
-              error, good ? "" : ", and the cache is wrong");
+              static_cast<long long>(c.window), c.softcap, c.scale, c.pairs(), c.k_size, c.v_size, c.flat, c.uneven,
+              c.fp8_step, c.same, seed, error, good ? "" : ", and the cache is wrong");
   return false;
 }
 
@@ -399,7 +464,8 @@ void add_window(Case& c, std::mt19937& random) {
 
 Case random_case(std::mt19937& random) {
   Case c;
-  c.type = random() % 4 ? CacheType::kInt8 : CacheType::kFloat;
+  c.type = pick(random, {CacheType::kInt8, CacheType::kInt8, CacheType::kK8V4, CacheType::kK8V4, CacheType::kFp8,
+                         CacheType::kFloat});
   c.group = pick(random, {1, 2, 3, 4, 5, 7, 8, 16});
   c.kv_heads = pick(random, {1, 2, 3});
   c.dim = pick(random, {16, 32, 64, 80, 96, 128, 192, 256});
@@ -417,6 +483,7 @@ Case random_case(std::mt19937& random) {
   if (random() % 3 == 0) c.softcap = pick(random, {0.5f, 5.0f, 50.0f});
   if (random() % 4 == 0) c.scale = pick(random, {0.5f, 2.0f}) / std::sqrt(static_cast<float>(c.dim));
   if (random() % 4 == 0) c.half = pick(random, {0, c.dim / 4});
+  c.fp8_step = pick(random, {1.0, 1e-2, 1e2, 1e-4});  // codes about 1, 100, the smallest there are, and beyond the largest
   if (random() % 3 == 0) add_window(c, random);
   return c;
 }
@@ -457,6 +524,17 @@ bool check_refusals() {
   return good;
 }
 
+// Sums of as many equal weights and largest codes as there can be in one tile.
+bool check_large_sums(const Kernels& kernels, CacheType type) {
+  Case c;
+  c.type = type;
+  c.group = c.kv_heads = 1;
+  c.dim = 16;  // one range of all tokens
+  c.state = {2047, 0, 0, 2048, 0};
+  c.flat = c.same = true;
+  return check(c, kernels, 3);
+}
+
 // A number that is not finite must come out as such, and only in its own row.
 bool check_not_finite(const Kernels& kernels, CacheType type) {
   std::mt19937 random(2);
@@ -489,18 +567,21 @@ int main(int argc, char** argv) {
   int failures = !check_refusals();
   const char* previous = "";
   for (const char* limit : {"avx512", "avx2", "neon", "plain"}) {
-    const Kernels& kernels = *best_kernels(CacheType::kInt8, limit);
-    if (!std::strcmp(previous, kernels.name)) continue;
-    previous = kernels.name;
+    const char* name = best_kernels(CacheType::kInt8, limit)->name;
+    if (!std::strcmp(previous, name)) continue;
+    previous = name;
     worst_error = 0;
-    failures += !check_not_finite(kernels, CacheType::kInt8);
-    failures += !check_not_finite(*best_kernels(CacheType::kFloat, limit), CacheType::kFloat);
+    for (int type = 0; type < kCacheTypes; type++) {
+      const Kernels& kernels = *best_kernels(static_cast<CacheType>(type), limit);
+      failures += !check_not_finite(kernels, static_cast<CacheType>(type));
+      failures += !check_large_sums(kernels, static_cast<CacheType>(type));
+    }
     for (int i = 0; i < rounds; i++) {
       std::mt19937 random(seed + static_cast<unsigned>(i));
       const Case c = random_case(random);
       failures += !check(c, *best_kernels(c.type, limit), seed + static_cast<unsigned>(i));
     }
-    std::printf("%-12s %d cases, largest error %.2g\n", kernels.name, rounds, worst_error);
+    std::printf("%-12s %d cases, largest error %.2g\n", name, rounds, worst_error);
   }
   std::printf(failures ? "%d FAILED\n" : "all good\n", failures);
   return failures != 0;

@@ -12,7 +12,7 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "edgekv" / "native"
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w")
 _OWN_FLAGS = {
-    **dict.fromkeys(("kernels_avx2", "matmul_avx2", "table_avx2"), ("-mavx2", "-mfma")),
+    **dict.fromkeys(("kernels_avx2", "matmul_avx2", "table_avx2"), ("-mavx2", "-mfma", "-mf16c")),
     **dict.fromkeys(("kernels_avx512", "matmul_avx512", "table_avx512"), (
         "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni",
     )),

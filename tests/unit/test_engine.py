@@ -23,7 +23,7 @@ from edgekv.engines.onnx.engine import OnnxEngine, OnnxOptions, open_engine
 from edgekv.errors import BadCheckpoint, CacheFull, EngineError, InvalidOption, ScalesError, UnsupportedModel
 from edgekv.generate import Timeline
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVDtype, KVSpec
+from edgekv.kv.spec import KVDtype, KVSpec, scales_dtype
 from edgekv.kv.window import Move
 from edgekv.model.converted import ConvertedModel, open_converted, write_description
 
@@ -43,14 +43,14 @@ def scales(tiny_models: TinyModels) -> dict[str, KVScales]:
     return {dtype: measured_scales(tiny_models.converted("llama"), dtype, "channel", IDS) for dtype in dtypes}
 
 
-@pytest.fixture(params=["gqa-float", "gqa-int8", "gqa-int4", "native-float", "native-int8"])
+@pytest.fixture(params=["gqa-float", "gqa-int8", "gqa-int4", "native-float", "native-int8", "native-k8v4"])
 def engine(request: Any, model: ConvertedModel, scales: dict[str, KVScales]) -> Iterator[OnnxEngine]:
     """An engine of each operator and dtype, 64 slots, holding 40 tokens after an eviction of 8."""
     attention, dtype = request.param.split("-")
     kv = KVSpec(64, dtype, sinks=4, stride=8)
     if attention == "native" and (reason := native.refusal(model.spec, kv, "cpu")):
         pytest.skip(reason)
-    opened = open_engine(model, kv, scales.get(dtype), OnnxOptions(attention=attention))
+    opened = open_engine(model, kv, scales.get(scales_dtype(dtype)), OnnxOptions(attention=attention))
     opened.forward(IDS[:48])
     opened.evict(Move(4, 8, 48))
     yield opened
@@ -65,7 +65,7 @@ def content(engine: OnnxEngine) -> tuple[Any, ...]:
 
 def like(engine: OnnxEngine, model: ConvertedModel, scales: dict[str, KVScales], **changes: Any) -> OnnxEngine:
     """Another engine of the same kind."""
-    return open_engine(model, replace(engine.kv, **changes), scales.get(engine.kv.dtype), engine._options)
+    return open_engine(model, replace(engine.kv, **changes), scales.get(scales_dtype(engine.kv.dtype)), engine._options)
 
 
 def test_is_an_engine(engine: OnnxEngine) -> None:
@@ -223,7 +223,7 @@ def test_rows_are_the_dequantised_cache(engine: OnnxEngine, model: ConvertedMode
         ):
             assert part.shape == (model.spec.num_kv_heads, 4, model.spec.head_dim)
             np.testing.assert_array_equal(part, whole[:, 5:9])
-            bound = {"float": 1e-6, "int8": 0.05, "int4": 0.6}[engine.kv.dtype]
+            bound = {"float": 1e-6, "int8": 0.05, "k8v4": 0.2, "int4": 0.6}[engine.kv.dtype]
             assert np.linalg.norm(part - wanted) <= bound * np.linalg.norm(wanted)
     exact.close()
 

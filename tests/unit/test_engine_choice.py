@@ -26,6 +26,7 @@ def test_auto_on_a_cpu_is_the_faster_one() -> None:
 
 def test_auto_takes_the_one_that_can() -> None:
     assert choose("auto", "cpu", "fp8").name == "torch"
+    assert choose("auto", "cuda", "k8v4").name == "onnx"
 
 
 def test_what_is_asked_for_is_taken() -> None:

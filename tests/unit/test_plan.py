@@ -54,7 +54,7 @@ def refusal_of(spec: ModelSpec, budget: int, **request: Any) -> str:
 @pytest.mark.parametrize(
     ("kv_heads", "dtype", "size"),
     [(32, "fp16", 2 * GIB), (8, "fp16", 512 * MIB), (8, "int8", 256 * MIB), (8, "fp8", 256 * MIB),
-     (8, "int4", 128 * MIB), (8, "float", 1 * GIB)],
+     (8, "int4", 128 * MIB), (8, "k8v4", 32 * 8 * 4096 * (130 + 66)), (8, "float", 1 * GIB)],
 )  # fmt: skip
 def test_known_cache_sizes(kv_heads: int, dtype: Any, size: int) -> None:
     """case C15: 32 layers, D 128, 4096 tokens; heads and the KV type count."""
@@ -73,7 +73,8 @@ def test_qwen3_geometry() -> None:
 def test_the_total_follows_the_dtype(dtype: Any) -> None:
     """case C15: between two types nothing but the cache's own line differs."""
     plan, reference = plan_of(QWEN3, dtype=dtype, context=2048), plan_of(QWEN3, dtype="float", context=2048)
-    expected = 2 * 28 * 8 * 128 * 2048 * (32 - BITS[dtype]) // 8
+    factors = 4 if dtype == "k8v4" else 0  # bytes of two rows; without edgekv's own operator the others have none
+    expected = 28 * 8 * 2048 * (128 * (64 - sum(BITS[dtype])) // 8 - factors)
     assert reference.total_bytes - plan.total_bytes == expected
 
 
@@ -180,7 +181,9 @@ def test_more_memory_never_means_less_cache(budgets: list[int]) -> None:
 
 def test_a_denser_cache_holds_more() -> None:
     """case C15: the fitted capacity answers to the KV type."""
-    capacities = [plan_of(QWEN3, 2 * GIB, dtype=dtype).kv.capacity for dtype in ("float", "fp16", "int8", "int4")]
+    capacities = [
+        plan_of(QWEN3, 2 * GIB, dtype=dtype).kv.capacity for dtype in ("float", "fp16", "int8", "k8v4", "int4")
+    ]
     assert capacities == sorted(set(capacities))
     assert capacities[2] > 1.7 * capacities[1]
 

@@ -23,7 +23,7 @@ from edgekv.kv.scales import (
     scales_name,
     write_scales,
 )
-from edgekv.kv.spec import GRANULARITIES, KV_DTYPES
+from edgekv.kv.spec import GRANULARITIES, KV_DTYPES, scales_dtype
 from edgekv.model.catalog import models_folder
 from edgekv.model.spec import ModelSpec
 
@@ -74,8 +74,10 @@ def test_roundtrip(path: Path) -> None:
 
 def test_names() -> None:
     """One file a dtype and granularity; the default has the plain name."""
+    kinds = {scales_dtype(dtype) for dtype in KV_DTYPES}
     names = {scales_name(dtype, granularity) for dtype in KV_DTYPES for granularity in GRANULARITIES}
-    assert len(names) == len(KV_DTYPES) * len(GRANULARITIES)
+    assert len(names) == len(kinds) * len(GRANULARITIES)
+    assert scales_name("k8v4", "head") == scales_name("int8", "head")
     assert scales_name("int8", "channel") == DEFAULT_NAME
     assert scales_name("fp8", "head") == "kv_scales.fp8-head.safetensors"
 

@@ -12,11 +12,13 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from edgekv.kv.spec import BITS, FACTOR_BYTES, Granularity, KVDtype
+from edgekv.kv.rows import row_items
+from edgekv.kv.spec import BITS, Granularity, KVDtype
 from edgekv.model.spec import ModelSpec
 
 _TENSOR_TYPES = {
     "int8": TensorProto.INT8,
+    "k8v4": TensorProto.INT8,  # until set_native_attention, which alone has it
     "int4": TensorProto.UINT8,
     "fp16": TensorProto.FLOAT,  # until set_half_attention
     "float": TensorProto.FLOAT,
@@ -77,16 +79,19 @@ def set_half_attention(model: onnx.ModelProto) -> None:
     model.graph.node.extend(reordered)
 
 
-def set_native_attention(model: onnx.ModelProto, spec: ModelSpec, centred: Collection[int] = ()) -> None:
+def set_native_attention(
+    model: onnx.ModelProto, spec: ModelSpec, dtype: KVDtype, centred: Collection[int] = ()
+) -> None:
     """Replace every GroupQueryAttention over packed QKV by edgekv's CachedAttention, in place, after `set_cache`.
 
     The cache stops being an output: the operator writes into its input. `state` (int64 [4]: cached before, evicted,
     pinned, capacity) is an input that all layers share, `angles.i` ([4, T, D/2]: cos and sin at absolute positions, and
     less the evicted tokens) one that all layers with the rotary embedding `spec.ropes[i]` share; scales are one input a
     layer, [2, K, D]. The layers in `centred` hold keys less a centre (engines/onnx/centre.py): theirs are also
-    `centre.i`, [K, D], and the table that these layers share. INT8 rows are D + 2 wide: a factor is behind the codes.
+    `centre.i`, [K, D], and the table that these layers share. Rows are as wide as kv/rows.py says.
     """
     for layer, node in enumerate(attention_nodes(model)):
+        _widen_rows(model, node, spec.head_dim, dtype)
         _make_native(model, spec, layer, node, centred=layer in centred)
     _keep(model.graph.output, lambda name: not name.startswith("present_"))
     _keep(model.graph.input, lambda name: not name.startswith(("cos", "sin")))
@@ -106,7 +111,6 @@ def _make_native(model: onnx.ModelProto, spec: ModelSpec, layer: int, node: onnx
     _drop_scales(model, layer, node)
     inputs = [packed, keys, values, "state", "" if rope < 0 else f"angles.{rope}"]
     if quantised:
-        _widen_rows(model, (keys, values), spec.head_dim + FACTOR_BYTES)
         inputs.append(f"scales.{layer}")
         _add_input(model, inputs[-1], TensorProto.FLOAT, [2, spec.num_kv_heads, "D"])
     if centred:
@@ -127,11 +131,12 @@ def _add_input(model: onnx.ModelProto, name: str, dtype: int, shape: list[int | 
     model.graph.input.append(helper.make_tensor_value_info(name, dtype, shape))
 
 
-def _widen_rows(model: onnx.ModelProto, names: Collection[str], width: int) -> None:
-    """Give the rows of a cache's inputs so many items."""
+def _widen_rows(model: onnx.ModelProto, node: onnx.NodeProto, head_dim: int, dtype: KVDtype) -> None:
+    """Give the rows of a node's cache as many items as the operator holds them in."""
+    widths = {name: row_items(head_dim, dtype, part) for name, part in zip(node.input[3:5], "kv", strict=True)}
     for value in model.graph.input:
-        if value.name in names:
-            value.type.tensor_type.shape.dim[3].dim_value = width
+        if value.name in widths:
+            value.type.tensor_type.shape.dim[3].dim_value = widths[value.name]
 
 
 def _keep(values: Any, wanted: Callable[[str], bool]) -> None:
@@ -177,7 +182,7 @@ def _add_scales(
         node.input.append(name)
         quant_type = "PER_TENSOR" if granularity == "tensor" else "PER_CHANNEL"
         node.attribute.append(helper.make_attribute(f"{part}_quant_type", quant_type))
-    node.attribute.append(helper.make_attribute("kv_cache_bit_width", BITS[dtype]))
+    node.attribute.append(helper.make_attribute("kv_cache_bit_width", BITS[dtype][0]))
 
 
 def _retype_cache(value: onnx.ValueInfoProto, dtype: KVDtype) -> None:

@@ -17,11 +17,12 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from edgekv.engines.onnx import adapt, native
-from edgekv.engines.onnx.binding import CACHE_DTYPES, HostCache, row_items
+from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, HostCache, row_items
 from edgekv.engines.onnx.ring import RingCache
 from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
-from edgekv.kv.rows import pack
-from edgekv.kv.spec import KVSpec
+from edgekv.errors import UnsupportedModel
+from edgekv.kv.rows import code_items, pack
+from edgekv.kv.spec import OWN_OPERATOR_ONLY, ROW_FACTORS, KVSpec
 from edgekv.model.spec import ModelSpec
 
 Run = Callable[[], object]
@@ -31,25 +32,30 @@ _SCALE = 0.02  # of random codes: scores of a few units
 
 def decode_runs(spec: ModelSpec, kv: KVSpec, threads: int) -> dict[str, Run]:
     """What to time, all over caches that hold C tokens with the last one just arriving: "read" reads the cache's bytes,
-    "native" (where the operator serves) and "gqa" compute the attention of one token in all layers.
+    "native" and "gqa", where the operator has such a cache, compute the attention of one token in all layers.
     """
     runs: dict[str, Run] = {}
+    rows: Sequence[npt.NDArray[Any]] = ()
     if native.refusal(spec, kv, "cpu") is None:
-        runs["native"] = _native(spec, kv, threads)
-    runs["gqa"], rows = _gqa(spec, kv, threads)
+        runs["native"], rows = _native(spec, kv, threads)
+    if kv.dtype not in OWN_OPERATOR_ONLY:
+        runs["gqa"], rows = _gqa(spec, kv, threads)
+    if not runs:
+        raise UnsupportedModel(f"No operator here has a {kv.dtype.upper()} cache: use --kv-dtype int8.")
     return {"read": _reading(rows, threads)} | runs
 
 
 def output_of(spec: ModelSpec, kv: KVSpec, operator: str) -> npt.NDArray[np.float32]:
     """What one run computes, [L, 1, 1, H D], over caches with the same random rows: to compare the operators."""
-    run = _native(spec, kv, 1) if operator == "native" else _gqa(spec, kv, 1)[0]
+    run, _ = (_native if operator == "native" else _gqa)(spec, kv, 1)
     return np.asarray(run())
 
 
-def _native(spec: ModelSpec, kv: KVSpec, threads: int) -> Run:
+def _native(spec: ModelSpec, kv: KVSpec, threads: int) -> tuple[Run, Sequence[npt.NDArray[Any]]]:
     model = _graph(spec, kv)
-    adapt.set_native_attention(model, spec)
+    adapt.set_native_attention(model, spec, kv.dtype)
     cache = RingCache(spec, kv)
+    parts = [rows for layer in cache.layers for rows in layer.parts.values()]
     state = np.array([kv.capacity - 1, 0, 0, kv.capacity], np.int64)
     feeds: dict[str, npt.NDArray[Any]] = {"state": state}
     for index, rope in enumerate(settled_ropes(spec, kv.capacity)):
@@ -59,7 +65,7 @@ def _native(spec: ModelSpec, kv: KVSpec, threads: int) -> Run:
     if kv.dtype != "float":
         scales = np.full((2, spec.num_kv_heads, spec.head_dim), _SCALE, np.float32)
         feeds |= {f"scales.{layer}": scales for layer in range(spec.num_layers)}
-    return _bound(model, spec, kv, threads, cache, feeds)
+    return _bound(model, spec, kv, threads, cache, feeds), parts
 
 
 def _gqa(spec: ModelSpec, kv: KVSpec, threads: int) -> tuple[Run, Sequence[npt.NDArray[Any]]]:
@@ -88,13 +94,11 @@ def _bound(
 ) -> Run:
     """A session with everything bound; calling the result runs it once."""
     random = np.random.default_rng(0)
-    codes = random.integers(-100, 101, (spec.num_kv_heads, kv.capacity, row_items(spec, kv.dtype)))
-    rows = (codes * _SCALE if kv.dtype == "float" else codes).astype(CACHE_DTYPES[kv.dtype])
-    if isinstance(cache, RingCache) and cache.row_factors:
-        rows = pack(rows, np.ones((*rows.shape[:2], 1), np.float32))
+    own = isinstance(cache, RingCache)
+    rows = {part: _random_rows(spec, kv, part, random, own=own) for part in "kv"}
     for layer in range(spec.num_layers):
         for part in "kv":
-            cache.write(part, layer, 0, rows)
+            cache.write(part, layer, 0, rows[part])
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -115,6 +119,16 @@ def _bound(
         return outputs
 
     return run
+
+
+def _random_rows(spec: ModelSpec, kv: KVSpec, part: str, random: np.random.Generator, *, own: bool) -> Array:
+    """Rows of C tokens as the operator holds them, [K, C, row]."""
+    items = code_items(spec.head_dim, kv.dtype, part) if own else row_items(spec, kv.dtype)
+    codes = random.integers(-100, 101, (spec.num_kv_heads, kv.capacity, items))
+    rows = (codes * _SCALE if kv.dtype == "float" else codes).astype(CACHE_DTYPES[kv.dtype])
+    if own and kv.dtype in ROW_FACTORS:
+        return pack(rows, np.ones((*rows.shape[:2], 1), np.float32))
+    return rows
 
 
 def _graph(spec: ModelSpec, kv: KVSpec) -> onnx.ModelProto:

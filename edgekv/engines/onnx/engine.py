@@ -21,9 +21,9 @@ from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.moved import MovedCache, MovedInputs
 from edgekv.engines.onnx.ring import RingCache, RingInputs
 from edgekv.errors import DependencyMissing, EngineError, InvalidOption, UnsupportedModel
-from edgekv.kv.rows import dequantize_keys, dequantize_values
+from edgekv.kv.rows import own_rows
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVSpec
+from edgekv.kv.spec import OWN_OPERATOR_ONLY, KVSpec
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
 
@@ -107,7 +107,8 @@ class OnnxEngine(CachedEngine):
             return k.astype(np.float32), v.astype(np.float32)
         k_scales, v_scales = self._scales.k[layer][:, None], self._scales.v[layer][:, None]
         if self.row_factors:
-            return dequantize_keys(k, k_scales), dequantize_values(v, v_scales)
+            keys, values = (own_rows(self._kv.dtype, part)[1] for part in "kv")
+            return keys(k, k_scales), values(v, v_scales)
         codes = [_unpack_int4(rows) if self._kv.dtype == "int4" else rows for rows in (k, v)]
         return codes[0].astype(np.float32) * k_scales, codes[1].astype(np.float32) * v_scales
 
@@ -188,7 +189,17 @@ def _operator(spec: ModelSpec, kv: KVSpec, options: OnnxOptions) -> Literal["nat
         return "native"
     if options.attention == "native":
         raise UnsupportedModel(f"The native attention operator cannot be used: {reason}.")
+    _check_own(kv, reason)
     return "gqa"
+
+
+def _check_own(kv: KVSpec, reason: str) -> None:
+    """Refuse a cache that only the project's own operator holds, where that is not used for this reason."""
+    if kv.dtype in OWN_OPERATOR_ONLY:
+        raise UnsupportedModel(
+            f"A {kv.dtype.upper()} cache needs edgekv's own attention operator, which is not used: {reason}. "
+            "Use --kv-dtype int8."
+        )
 
 
 def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
@@ -204,6 +215,10 @@ def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
             "An FP8 cache does not run in the onnx engine (ONNX Runtime's CPU provider has none): use --kv-dtype int8, "
             "which is as small and more exact, or --engine torch."
         )
+    if options.attention == "gqa" or options.device != "cpu":
+        _check_own(kv, "GroupQueryAttention was asked for" if options.device == "cpu" else "it runs on the CPU")
+    elif reason := native.unavailable():
+        _check_own(kv, reason)
     if kv.dtype == "fp16" and not options.half:
         raise UnsupportedModel(
             "A 16-bit cache does not run on the CPU: use --kv-dtype int8, or float (32 bits) to compare with."
@@ -311,7 +326,7 @@ def _other_graph(
         adapt.set_half_attention(graph)
     if attention == "native":
         centred = () if scales is None else scales.centred_layers
-        adapt.set_native_attention(graph, model.spec, centred)
+        adapt.set_native_attention(graph, model.spec, kv.dtype, centred)
     return graph, folder
 
 

@@ -16,12 +16,12 @@ from typing import Any
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
 
-DTYPES: tuple[KVDtype, ...] = ("int8", "float")
+DTYPES: tuple[KVDtype, ...] = ("int8", "k8v4", "float")
 BLOCK = 16
 """Slots in a block of the cache (native/kernels.h)."""
 MAX_HEAD_DIM = 256
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 """The layout of the cache that ring.py and a library must agree on (native/kernels.h)."""
 
 PACKED_WEIGHTS = "packed_weights"
@@ -82,7 +82,7 @@ def refusal(spec: ModelSpec, kv: KVSpec, device: str, *, half: bool = False) -> 
     if device != "cpu" or half:
         return f"it runs on the CPU in float32, not on {device}" if not half else "it does not run in float16"
     if kv.dtype not in DTYPES:
-        return f"it has no {kv.dtype} cache (it has {' and '.join(DTYPES)})"
+        return f"it has no {kv.dtype} cache (it has {', '.join(DTYPES)})"
     if spec.head_dim % BLOCK or spec.head_dim > MAX_HEAD_DIM:
         return f"the head size {spec.head_dim} is not a multiple of {BLOCK} up to {MAX_HEAD_DIM}"
     return unavailable()

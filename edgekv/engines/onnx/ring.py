@@ -8,7 +8,7 @@ then nothing but two integers: the oldest slots will be overwritten.
 A layer that sees only a window of the last tokens may hold just these (KVSpec.ring_slots): token n in slot n mod R, no
 pinned prefix. It cannot be cut back further than it has rows for; `keeps` says so.
 
-Codes and the factors of INT8 rows are those of the reference (kv/rows.py); within a block of 16 slots codes are
+Codes and the factors of rows are those of the reference (kv/rows.py); within a block of 16 slots codes are
 interleaved as native/kernels.h says, and put into the plain order of rows when they are saved.
 """
 
@@ -27,9 +27,9 @@ from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.native import BLOCK
 from edgekv.engines.rope import amplitudes, inverse_frequencies, rotate, rotated_centre, settled_ropes
 from edgekv.errors import InvalidOption
-from edgekv.kv.rows import key_scales
+from edgekv.kv.rows import code_items, operator_scales, row_items
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import FACTOR_BYTES, KVSpec
+from edgekv.kv.spec import ROW_FACTORS, KVDtype, KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec, RopeSpec
 
@@ -37,47 +37,46 @@ _ALIGNMENT = 64  # bytes: a cache line, so that no vector load straddles two
 
 
 class LayerCache:
-    """One layer's keys and values in blocks of 16 slots, as native/kernels.h has them. A row has D numbers; in INT8 the
-    two bytes of its factor come after them, which the cache holds behind the blocks of each head."""
+    """One layer's keys and values in blocks of 16 slots, as native/kernels.h has them. A row is its D numbers and,
+    where it has a factor, the two bytes of that, which the cache holds behind the blocks of each head."""
 
-    def __init__(self, spec: ModelSpec, dtype: np.dtype[Any], slots: int) -> None:
+    def __init__(self, spec: ModelSpec, dtype: KVDtype, slots: int) -> None:
         heads, dim, blocks = spec.num_kv_heads, spec.head_dim, -(-slots // BLOCK)
-        self._together = g = 4 // dtype.itemsize  # channels (keys) or slots (values) in one 32-bit word
-        self._dim = dim
-        slots = blocks * BLOCK
-        self.parts = {part: _aligned((heads, slots, row_width(dim, dtype)), dtype) for part in "kv"}
+        self._together = g = 4 if dtype in ROW_FACTORS else 1  # channels (keys) or slots (values) in one 32-bit word
+        self._items = {part: code_items(dim, dtype, part) for part in "kv"}
+        slots, kind = blocks * BLOCK, np.dtype(CACHE_DTYPES[dtype])
+        self.parts = {part: _aligned((heads, slots, row_items(dim, dtype, part)), kind) for part in "kv"}
         flat = {part: rows.reshape(heads, -1) for part, rows in self.parts.items()}
-        self._keys = flat["k"][:, : slots * dim].reshape(heads, blocks, dim // g, BLOCK, g)
-        self._values = flat["v"][:, : slots * dim].reshape(heads, blocks, BLOCK // g, dim, g)
-        self._factors = {part: rows[:, slots * dim :].reshape(heads, slots, -1) for part, rows in flat.items()}
+        codes = {part: rows[:, : slots * self._items[part]] for part, rows in flat.items()}
+        self._keys = codes["k"].reshape(heads, blocks, self._items["k"] // g, BLOCK, g)
+        self._values = codes["v"].reshape(heads, blocks, BLOCK // g, self._items["v"], g)
+        self._factors = {
+            part: rows[:, slots * self._items[part] :].reshape(heads, slots, -1) for part, rows in flat.items()
+        }
 
     def read(self, part: str, slots: Array) -> Array:
         """A copy of the rows in these slots, [K, n, row]."""
         block, place = np.divmod(slots, BLOCK)
         if part == "k":
             rows = self._keys[:, block, :, place, :]  # [n, K, D/g, g]
-            rows = rows.reshape(*rows.shape[:2], self._dim)
+            rows = rows.reshape(*rows.shape[:2], self._items[part])
         else:
             group, inside = np.divmod(place, self._together)
-            rows = self._values[:, block, group, :, inside]  # [n, K, D]
+            rows = self._values[:, block, group, :, inside]  # [n, K, items]
         return np.concatenate([rows.swapaxes(0, 1), self._factors[part][:, slots]], axis=-1)
 
     def write(self, part: str, slots: Array, rows: Array) -> None:
         """Overwrite the rows in these slots with [K, n, row]."""
         block, place = np.divmod(slots, BLOCK)
-        self._factors[part][:, slots] = rows[..., self._dim :]
-        turned = rows[..., : self._dim].swapaxes(0, 1)  # [n, K, D]
+        items = self._items[part]
+        self._factors[part][:, slots] = rows[..., items:]
+        turned = rows[..., :items].swapaxes(0, 1)  # [n, K, items]
         if part == "k":
-            words = turned.reshape(*turned.shape[:2], self._dim // self._together, self._together)
+            words = turned.reshape(*turned.shape[:2], items // self._together, self._together)
             self._keys[:, block, :, place, :] = words
         else:
             group, inside = np.divmod(place, self._together)
             self._values[:, block, group, :, inside] = turned
-
-
-def row_width(dim: int, dtype: np.dtype[Any]) -> int:
-    """Array items in a row of D numbers: D, and in INT8 the bytes of its factor."""
-    return dim + (FACTOR_BYTES if dtype == np.int8 else 0)
 
 
 class RingCache(RingLayout):
@@ -95,9 +94,10 @@ class RingCache(RingLayout):
         self._capacity, self._windows = kv.capacity, spec.windows
         self._slots = tuple(slots) or (kv.capacity,) * spec.num_layers
         self._dtype = np.dtype(CACHE_DTYPES[kv.dtype])
-        self._heads, self._row = spec.num_kv_heads, row_width(spec.head_dim, self._dtype)
-        self.row_factors = self._row > spec.head_dim
-        self.layers = tuple(LayerCache(spec, self._dtype, count) for count in self._slots)
+        self._heads = spec.num_kv_heads
+        self._row = {part: row_items(spec.head_dim, kv.dtype, part) for part in "kv"}
+        self.row_factors = kv.dtype in ROW_FACTORS
+        self.layers = tuple(LayerCache(spec, kv.dtype, count) for count in self._slots)
         self.written = 0  # tokens, from the very first, up to where slots have been overwritten
         self._missing = 0  # tokens, from the very first, that no ring of a layer's own holds, whatever room it has
         self._centre, self._centre_stale = centre, False
@@ -137,7 +137,7 @@ class RingCache(RingLayout):
         them."""
         own = self.own_ring(layer)
         held = max(min(length, self._windows[layer]), min(length, rows.shape[1])) if own else length
-        check_rows(rows, layer, (self._heads, held, self._row), self._dtype)
+        check_rows(rows, layer, (self._heads, held, self._row[part]), self._dtype)
         start = length - held
         if own:
             self.written = length + self.evicted
@@ -225,8 +225,8 @@ class RingInputs:
         self._placed = 0  # tokens of the run that angles are bound for
         self.state = np.zeros(4, np.int64)  # tokens before the run, evicted, pinned, C
         bind_array(io, "state", self.state)
-        pairs = [] if scales is None else zip(key_scales(scales.k), scales.v, strict=True)
-        self._bound = [np.ascontiguousarray(np.stack(pair), np.float32) for pair in pairs]  # [2, K, D] each
+        parts = () if scales is None else operator_scales(kv.dtype, scales.k, scales.v)
+        self._bound = [np.ascontiguousarray(pair, np.float32) for pair in zip(*parts, strict=True)]  # [2, K, D] each
         for layer, array in enumerate(self._bound):
             bind_array(io, f"scales.{layer}", array)
 

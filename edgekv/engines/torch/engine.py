@@ -244,8 +244,10 @@ def check_combination(kv: KVSpec, options: TorchOptions) -> None:
     Raises:
         UnsupportedModel: says what to use instead.
     """
-    if kv.dtype == "int4":
-        raise UnsupportedModel("An INT4 cache does not run in the torch engine: use --kv-dtype int8, or --engine onnx.")
+    if kv.dtype in ("int4", "k8v4"):
+        raise UnsupportedModel(
+            f"No {kv.dtype.upper()} cache runs in the torch engine: use --kv-dtype int8, or --engine onnx."
+        )
     if options.device == "cuda":
         if not torch.cuda.is_available():
             raise DependencyMissing(

@@ -1,4 +1,4 @@
-"""kv/rows.py: INT8 rows with a factor of their own, against the definition and the bounds that the scheme promises.
+"""kv/rows.py: rows of codes with a factor of their own, against the definition and the bounds that the scheme promises.
 
 That the operator writes these rows is tested in tests/parity/test_native.py.
 """
@@ -15,10 +15,12 @@ from hypothesis.extra import numpy as arrays
 
 from edgekv.kv.quant import fake_quantize
 from edgekv.kv.rows import (
+    dequantize_int4_values,
     dequantize_keys,
     dequantize_values,
     mixed,
     mixed_channels,
+    quantize_int4_values,
     quantize_keys,
     quantize_values,
 )
@@ -77,3 +79,39 @@ def test_what_is_no_number_stays_in_its_row() -> None:
     np.testing.assert_array_equal(found[0, [0, 3]], whole[0, [0, 3]])
     assert np.isfinite(dequantize_values(found, np.ones(16, np.float32))).all()
     assert not quantize_values(np.zeros((1, 1, 16), np.float32), np.ones(16, np.float32))[..., :16].any()
+
+
+@given(ROWS)
+def test_values_of_4_bits_are_off_by_half_a_cell(values: Any) -> None:
+    """Mixed, each is within half of one of 16 cells as wide as an eighth of the largest."""
+    scales = np.linspace(0.5, 2, 32, dtype=np.float32)
+    rows = quantize_int4_values(values, scales)
+    assert rows.shape == (2, 3, 18)
+    mixture = mixed(values / np.sqrt(scales))
+    found = mixed(dequantize_int4_values(rows, scales) / np.sqrt(scales))
+    cell = np.abs(mixture).max(-1, keepdims=True) / 8 * (1 + 2.0**-7) + 2.0**-63
+    assert (np.abs(found - mixture) <= 0.5 * cell * (1 + 1e-4)).all()
+
+
+def test_4_bits_lie_where_the_layout_says() -> None:
+    """One byte holds channels i and i + 8 of each 16, read here bit by bit."""
+    values = np.random.default_rng(0).normal(size=(1, 1, 32)).astype(np.float32)
+    row = quantize_int4_values(values, np.ones(32, np.float32))[0, 0]
+    factor = np.array([0, 0, *row[16:]], np.int8).view("<f4")[0]
+    bits = np.unpackbits(row[:16].view(np.uint8), bitorder="little").reshape(2, 8, 2, 4)  # [16s, i, half, bit]
+    codes = (bits * [1, 2, 4, -8]).sum(-1).swapaxes(1, 2).reshape(32)
+    np.testing.assert_array_equal(codes, np.clip(np.floor(mixed(values)[0, 0] / factor), -8, 7))
+    assert np.abs(codes + 0.5).max() == 7.5
+
+
+def test_what_is_no_number_stays_in_its_row_of_4_bits() -> None:
+    ones = np.ones(16, np.float32)
+    values = np.random.default_rng(0).normal(size=(1, 4, 16)).astype(np.float32)
+    whole = quantize_int4_values(values, ones)
+    values[0, 1, 3], values[0, 2] = np.inf, np.nan
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = quantize_int4_values(values, ones)
+    np.testing.assert_array_equal(found[0, [0, 3]], whole[0, [0, 3]])
+    assert np.isfinite(dequantize_int4_values(found, ones)).all()
+    nothing = quantize_int4_values(np.zeros((1, 1, 16), np.float32), ones)
+    assert np.abs(dequantize_int4_values(nothing, ones)).max() < 1e-15
