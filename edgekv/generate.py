@@ -167,16 +167,16 @@ class Timeline:
         all_logits: bool = False,
     ) -> tuple[Logits, int]:
         """Run tokens, evicting whenever the cache is full. Returns (logits as Engine.forward's, tokens evicted)."""
-        parts: list[Logits] = []
-        evicted = 0
-        while tokens:
-            if self.engine.length == self.engine.kv.capacity:
-                evicted += self._evict(turn_starts, markers)
-            step = self.engine.kv.capacity - self.engine.length
-            logits = self.engine.forward(tokens[:step], all_logits=all_logits)
-            parts.append(logits)
-            tokens = tokens[step:]
-        return np.concatenate(parts) if all_logits else parts[-1], evicted
+        engine = self.engine
+        if len(tokens) <= engine.kv.capacity - engine.length:
+            return engine.forward(tokens, all_logits=all_logits), 0
+        moves = self.window.moves(len(tokens), turn_starts, markers)
+        before, leaving = engine.evicted, [*engine.tokens, *tokens][self._pinned :]
+        try:
+            logits = engine.append(tokens, moves, all_logits=all_logits)
+        finally:  # whatever has happened, as many as the engine says
+            self._gone.extend(leaving[: max(engine.evicted - before, 0)])
+        return logits, engine.evicted - before
 
     def truncate(self, count: int) -> None:
         """Forget the last tokens so that `count` in all remain; evicted ones cannot be forgotten."""
@@ -197,13 +197,6 @@ class Timeline:
         self.reset()
         self.engine.load(state.engine)
         self._gone, self._pinned = array("i", state.gone), state.pinned
-
-    def _evict(self, turn_starts: Sequence[int], markers: Sequence[Span]) -> int:
-        move = self.window.next_move(turn_starts, markers)
-        leaving = self.engine.tokens[move.start : move.start + move.count]
-        self._gone.extend(leaving)
-        self.engine.evict(move)
-        return len(leaving)
 
     def _heal(self) -> None:
         """An eviction that was interrupted leaves the engine empty: then nothing is remembered either."""

@@ -89,6 +89,17 @@ class Engine(Protocol):
             EngineError: the backend failed or gave non-finite logits; nothing was appended.
         """
 
+    def append(self, tokens: Sequence[int], moves: Sequence[Move], *, all_logits: bool = False) -> Logits:
+        """As `forward`, with as many evictions as it takes: each of `moves` is made when the cache is full and a token
+        is still to come. The result is that of `forward` and `evict` in turn. If this fails, what was appended before
+        an eviction may stay, or the cache may be empty.
+
+        Raises:
+            CacheFull: there are too few moves; nothing was appended.
+            InvalidOption: a move is for another cache, or is not needed; nothing was appended.
+            EngineError: as `forward`.
+        """
+
     def evict(self, move: Move) -> None:
         """Drop the rows that `move` names. If this fails half-way the cache is reset rather than left inconsistent.
 
@@ -146,6 +157,22 @@ def check_move(move: Move, length: int) -> None:
     """Refuse an eviction that was planned for another cache, or that drops nothing or more than there is."""
     if move.length != length or not 0 < move.count <= move.length - move.start:
         raise InvalidOption(f"{move} does not fit a cache that holds {length} tokens.")
+
+
+def check_moves(moves: Sequence[Move], tokens: int, length: int, capacity: int) -> None:
+    """Refuse evictions that `tokens` more tokens behind `length` filled slots do not need, or too few of them.
+
+    Raises:
+        InvalidOption, CacheFull: see Engine.append.
+    """
+    left = tokens - (capacity - length)
+    for move in moves:
+        check_move(move, capacity)
+        if left <= 0:
+            raise InvalidOption(f"{tokens} tokens after {length} in {capacity} slots do not need {move}.")
+        left -= move.count
+    if left > 0:
+        raise CacheFull(length=length, tokens=tokens, capacity=capacity)
 
 
 def check_state(state: EngineState, spec: ModelSpec, capacity: int) -> None:

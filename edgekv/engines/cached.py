@@ -27,6 +27,7 @@ from edgekv.engines.base import (
     Rows,
     check_ids,
     check_move,
+    check_moves,
     check_room,
     check_state,
 )
@@ -222,6 +223,20 @@ class CachedEngine(ABC):
             del self._tokens[before:]
             raise
         return np.concatenate(parts) if all_logits else parts[-1][0]
+
+    def append(self, tokens: Sequence[int], moves: Sequence[Move], *, all_logits: bool = False) -> Logits:
+        """Append tokens, making each of `moves` when the cache is full; logits as `forward` gives them."""
+        check_moves(moves, len(tokens), self.length, self._kv.capacity)
+        check_ids(tokens, self._spec.vocab_size)
+        parts: list[Logits] = []
+        for move in (*moves, None):
+            step = self._kv.capacity - self.length
+            if tokens[:step]:
+                parts.append(self.forward(tokens[:step], all_logits=all_logits))
+            tokens = tokens[step:]
+            if move is not None:
+                self.evict(move)
+        return np.concatenate(parts) if all_logits else parts[-1]
 
     def evict(self, move: Move) -> None:
         """Drop the rows that `move` names; where rows move, the pinned tokens run again."""

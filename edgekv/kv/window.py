@@ -99,6 +99,16 @@ class Window:
         """The state after an eviction."""
         return replace(self, length=self.length - move.count, evicted=self.evicted + move.count)
 
+    def moves(self, tokens: int, turn_starts: Iterable[int] = (), markers: Iterable[Span] = ()) -> tuple[Move, ...]:
+        """The evictions that `tokens` more tokens bring, each when the cache is full and another one arrives."""
+        starts, spans, state = tuple(turn_starts), tuple(markers), self
+        made: list[Move] = []
+        while tokens > state.room:
+            tokens, state = tokens - state.room, state.append(state.room)
+            made.append(state.next_move(starts, spans))
+            state = state.apply(made[-1])
+        return tuple(made)
+
     def forecast(self, tokens: int, turn_starts: Iterable[int] = (), markers: Iterable[Span] = ()) -> Window:
         """The state after `tokens` more tokens, with all the evictions they bring. Nothing is changed."""
         starts, spans, state = tuple(turn_starts), tuple(markers), self

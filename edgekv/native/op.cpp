@@ -4,7 +4,9 @@
 //               keys     int8 [1, K, slots, D + 2], float or uint8 (FP8) [1, K, slots, D]   the cache, written in place;
 //                        kernels.h has its order: in INT8 a head's codes and then the factors of its rows, two bytes each
 //               values   like keys, or beside INT8 keys of 4 bits, int8 [1, K, slots, D / 2 + 2]
-//               state    int64 [4]   cached tokens before, evicted tokens, pinned tokens S, capacity C
+//               state    int64 [4 P]   cached tokens before, evicted tokens, pinned tokens S, capacity C. With P > 1
+//                        tokens are evicted within the run: four numbers for each part of it, and a part ends where the
+//                        cache is full. The parts are done in turn, as if each were a run of its own
 //               angles   float [4, T, R / 2]   cos and sin at the absolute positions, and less the evicted tokens, of
 //                        the R <= D channels that are rotated; left out where a layer rotates nothing
 //               scales   float [2, K, D]   of keys (before they are mixed) and of values; not with float
@@ -48,13 +50,19 @@ class Kernel {
 
   void compute(ort::KernelContext* context) const {
     Problem problem = read(context);
+    const Tensor state = input(context, kState);
+    each_part(problem, state, [](const Problem& part) {
+      if (const char* what = fault(part)) throw Failure(what);
+    });
     const int64_t shape[3] = {1, problem.tokens, int64_t{problem.heads} * problem.dim};
     ort::Value* output = nullptr;
     check(api.GetOutput(context, 0, shape, 3, &output));
     void* data = nullptr;
     check(api.GetTensorMutableData(output, &data));
     problem.out = static_cast<float*>(data);
-    cached_attention(problem, *kernels_[static_cast<int>(problem.type)], Parallel{context, run_parallel});
+    each_part(problem, state, [&](const Problem& part) {
+      cached_attention(part, *kernels_[static_cast<int>(part.type)], Parallel{context, run_parallel});
+    });
   }
 
  private:
@@ -69,7 +77,8 @@ class Kernel {
     const CacheType type = cache_type(keys, values);
     const int64_t tokens = qkv.dims[1], dim = keys.dims[3] - (keys.type == ort::kInt8 ? kFactorBytes : 0);
     require(qkv.dims[2] == (heads_ + 2 * kv_heads_) * dim, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
-    require(state.is(ort::kInt64, 1) && state.dims[0] == 4, "CachedAttention: state is not int64 [4]");
+    require(state.is(ort::kInt64, 1) && state.dims[0] >= 4 && state.dims[0] % 4 == 0,
+            "CachedAttention: state is not int64 [4 P]");
     Problem problem{};
     if (angles.data) {
       require(angles.is(ort::kFloat, 3) && angles.dims[0] == 4 && angles.dims[1] == tokens && angles.dims[2] <= dim / 2,
@@ -94,9 +103,6 @@ class Kernel {
     problem.qkv = static_cast<const float*>(qkv.data);
     problem.keys = keys.data;
     problem.values = values.data;
-    const int64_t* counts = static_cast<const int64_t*>(state.data);
-    problem.state = {counts[0], counts[1], counts[2], counts[3], 0};
-    if (window_ && problem.slots < problem.state.capacity) problem.state.ring = problem.slots;
     const float* table = static_cast<const float*>(angles.data);
     const int64_t size = tokens * problem.half;
     problem.cos = table;
@@ -104,7 +110,7 @@ class Kernel {
     problem.cos_pinned = table + 2 * size;
     problem.sin_pinned = table + 3 * size;
     if (count > kCentre) read_centre(context, dim, problem);
-    if (const char* what = fault(problem)) throw Failure(what);
+    require(state.dims[0] == 4 || !problem.centre, "CachedAttention: a run with a centre has one part");
     return problem;
   }
 
@@ -121,6 +127,35 @@ class Kernel {
     if (coded && values.dims[3] == codes / 2 + kFactorBytes) return CacheType::kK8V4;
     require(values.dims[3] == keys.dims[3], "CachedAttention: values have not keys' shape");
     return coded ? CacheType::kInt8 : keys.type == ort::kFloat ? CacheType::kFloat : CacheType::kFp8;
+  }
+
+  // Calls `visit` with each part of the run in turn; a run without room for all its tokens has one part too many.
+  template <class Visit>
+  void each_part(const Problem& whole, const Tensor& state, Visit visit) const {
+    const int64_t* counts = static_cast<const int64_t*>(state.data);
+    const int64_t* end = counts + state.dims[0];
+    int64_t first = 0;
+    for (; counts < end; counts += 4) {
+      const State now{counts[0], counts[1], counts[2], counts[3], 0};
+      const int64_t left = whole.tokens - first, room = now.capacity - now.before;
+      const bool last = counts + 4 == end;
+      const Problem part = part_of(whole, first, last || left < room ? left : room, now);
+      visit(part);
+      first += part.tokens;
+    }
+  }
+
+  Problem part_of(const Problem& whole, int64_t first, int64_t tokens, const State& state) const {
+    Problem part = whole;
+    part.tokens = tokens;
+    part.state = state;
+    if (window_ && part.slots < state.capacity) part.state.ring = part.slots;
+    part.qkv += first * whole.qkv_stride();
+    if (part.out) part.out += first * whole.heads * whole.dim;
+    for (const float** angles : {&part.cos, &part.sin, &part.cos_pinned, &part.sin_pinned}) {
+      if (part.half) *angles += first * whole.half;
+    }
+    return part;
   }
 
   void read_centre(const ort::KernelContext* context, int64_t dim, Problem& problem) const {

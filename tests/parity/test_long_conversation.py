@@ -40,11 +40,22 @@ class Lists:
     held: list[int] = field(default_factory=list)  # the tokens in the cache
     passed: list[int] = field(default_factory=list)  # and those before them
     evictions: list[tuple[int, Move]] = field(default_factory=list)  # after so many tokens had passed
+    appending: bool = False
 
     def watch(self, engine: OnnxEngine) -> None:
         """Note every call that succeeds."""
         for name in ("forward", "evict", "truncate", "load", "reset"):
             setattr(engine, name, self._noting(getattr(engine, name), getattr(self, f"_{name}")))
+        append = engine.append
+
+        def noting(tokens: Sequence[int], moves: Sequence[Move], **options: Any) -> Any:
+            self.appending = True
+            result = append(tokens, moves, **options)
+            self.appending = False
+            self._append(tokens, moves)
+            return result
+
+        setattr(engine, "append", noting)  # noqa: B010
 
     def replay(self, engine: OnnxEngine) -> None:
         """The same tokens and evictions in one go."""
@@ -57,11 +68,11 @@ class Lists:
             if move is not None:
                 engine.evict(Move(move.start, move.count, engine.length))
 
-    @staticmethod
-    def _noting(call: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    def _noting(self, call: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
         def noting(*arguments: Any, **options: Any) -> Any:
             result = call(*arguments, **options)
-            note(*arguments)
+            if not self.appending:
+                note(*arguments)
             return result
 
         return noting
@@ -69,6 +80,14 @@ class Lists:
     def _forward(self, tokens: Sequence[int]) -> None:
         self.held += tokens
         self.passed += tokens
+
+    def _append(self, tokens: Sequence[int], moves: Sequence[Move]) -> None:
+        for move in moves:
+            room = CAPACITY - len(self.held)
+            self._forward(tokens[:room])
+            self._evict(move)
+            tokens = tokens[room:]
+        self._forward(tokens)
 
     def _evict(self, move: Move) -> None:
         self.evictions.append((len(self.passed), move))

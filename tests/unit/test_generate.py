@@ -377,23 +377,29 @@ def consume(events: Iterator[Event], error: type[BaseException]) -> bool:
 
 
 class _Interrupting(array):  # type: ignore[type-arg]
-    """An array whose next growth is interrupted after it has happened."""
+    """An array whose next growth is interrupted before or after it has happened."""
+
+    grows = True
 
     def extend(self, tokens: Any) -> None:
-        super().extend(tokens)
+        if self.grows:
+            super().extend(tokens)
         raise KeyboardInterrupt
 
 
-def test_ctrl_c_between_two_statements_of_an_eviction() -> None:
-    """The timeline has noted who leaves and the engine has not moved: that is seen, and nothing is trusted."""
+@pytest.mark.parametrize("noted", [False, True])
+def test_ctrl_c_between_two_statements_of_an_eviction(noted: bool) -> None:
+    """The engine has moved, and the timeline has or has not noted who left: if not, that is seen, and nothing is
+    trusted."""
     engine = FakeEngine(KVSpec(64, sinks=4, stride=8), SPEC)
     timeline, ids = Timeline(engine), list(range(3, 67))
     timeline.append(ids)
     timeline._gone = _Interrupting("i")
+    timeline._gone.grows = noted
     with pytest.raises(KeyboardInterrupt):
         timeline.append([5])
-    assert timeline.tokens == list(engine.tokens)
-    assert len(timeline.tokens) in (0, 64)
+    assert timeline.tokens == ([*ids, 5] if noted else [])
+    assert len(timeline.tokens) == engine.length + engine.evicted
     kept = timeline.rewind([*ids, 5], 4)
     timeline.append([*ids, 5][kept:])
     assert timeline.tokens == [*ids, 5]

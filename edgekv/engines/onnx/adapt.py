@@ -84,18 +84,19 @@ def set_native_attention(
 ) -> None:
     """Replace every GroupQueryAttention over packed QKV by edgekv's CachedAttention, in place, after `set_cache`.
 
-    The cache stops being an output: the operator writes into its input. `state` (int64 [4]: cached before, evicted,
-    pinned, capacity) is an input that all layers share, `angles.i` ([4, T, D/2]: cos and sin at absolute positions, and
-    less the evicted tokens) one that all layers with the rotary embedding `spec.ropes[i]` share; scales are one input a
-    layer, [2, K, D]. The layers in `centred` hold keys less a centre (engines/onnx/centre.py): theirs are also
-    `centre.i`, [K, D], and the table that these layers share. Rows are as wide as kv/rows.py says.
+    The cache stops being an output: the operator writes into its input. `state` (int64 [4 P]: cached before, evicted,
+    pinned, capacity, of each part of a run that evictions divide) is an input that all layers share, `angles.i` ([4, T,
+    D/2]: cos and sin at absolute positions, and less the evicted tokens) one that all layers with the rotary embedding
+    `spec.ropes[i]` share; scales are one input a layer, [2, K, D]. The layers in `centred` hold keys less a centre
+    (engines/onnx/centre.py): theirs are also `centre.i`, [K, D], and the table that these layers share. Rows are as
+    wide as kv/rows.py says.
     """
     for layer, node in enumerate(attention_nodes(model)):
         _widen_rows(model, node, spec.head_dim, dtype)
         _make_native(model, spec, layer, node, centred=layer in centred)
     _keep(model.graph.output, lambda name: not name.startswith("present_"))
     _keep(model.graph.input, lambda name: not name.startswith(("cos", "sin")))
-    _add_input(model, "state", TensorProto.INT64, [4])
+    _add_input(model, "state", TensorProto.INT64, ["state_size"])
     for rope in sorted(set(spec.rope_layers) - {-1}):
         _add_input(model, f"angles.{rope}", TensorProto.FLOAT, [4, "T", "D/2"])
     if centred:

@@ -6,24 +6,25 @@ ONNX Runtime's GroupQueryAttention ("gqa") rows that move down (moved.py). All e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from edgekv.engines.base import Logits
+from edgekv.engines.base import Logits, check_ids, check_moves
 from edgekv.engines.cached import CachedEngine, fitting_scales
 from edgekv.engines.onnx import native
 from edgekv.engines.onnx.binding import Array, DeviceCache, HostCache, StepBuffers, bind_array
 from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.moved import MovedCache, MovedInputs
-from edgekv.engines.onnx.ring import RingCache, RingInputs
+from edgekv.engines.onnx.ring import Part, RingCache, RingInputs
 from edgekv.errors import DependencyMissing, EngineError, InvalidOption, UnsupportedModel
 from edgekv.kv.rows import own_rows
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import OWN_OPERATOR_ONLY, KVSpec
+from edgekv.kv.window import Move
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
 
@@ -91,6 +92,7 @@ class OnnxEngine(CachedEngine):
             self._cache, self._inputs = _ring(self._io, model.spec, kv, scales, options)
         else:
             self._cache, self._inputs = _moved(self._io, model.spec, kv, scales, options)
+        self._over_evictions = self._inputs if isinstance(self._inputs, RingInputs) and self._inputs.may_evict else None
         self._cache.bind(self._io)
         self._step = StepBuffers(self._io, options.chunk, model.spec.vocab_size, copied=options.device != "cpu")
 
@@ -119,10 +121,39 @@ class OnnxEngine(CachedEngine):
         for name in ("_cache", "_inputs", "_step", "_packed"):
             self.__dict__.pop(name, None)
 
+    def append(self, tokens: Sequence[int], moves: Sequence[Move], *, all_logits: bool = False) -> Logits:
+        """As `CachedEngine.append`. In a ring an eviction only counts, so one run of the graph goes over it, and reads
+        the weights once for the tokens before and behind it. If that fails the cache is empty."""
+        if self._over_evictions is None:
+            return super().append(tokens, moves, all_logits=all_logits)
+        check_moves(moves, len(tokens), self.length, self._kv.capacity)
+        check_ids(tokens, self._spec.vocab_size)
+        waiting, logits = list(moves), []
+        with self._emptied_on_failure():
+            for start in range(0, len(tokens), self._chunk):
+                run = tokens[start : start + self._chunk]
+                first = 0 if all_logits else len(run) - (start + len(run) == len(tokens))
+                self._over_evictions.place_parts(list(self._enter(self._over_evictions, run, waiting)))
+                logits.append(self._execute(run, self.length - len(run), range(first, len(run))))
+        return np.concatenate(logits) if all_logits else logits[-1][0]
+
+    def _enter(self, inputs: RingInputs, tokens: Sequence[int], waiting: list[Move]) -> Iterator[Part]:
+        """Count a run's tokens as cached, and make those moves that are due within it."""
+        while tokens:
+            if self.length == self._kv.capacity:
+                self.evict(waiting.pop(0))
+            past, count = self.length, min(len(tokens), self._kv.capacity - self.length)
+            self._tokens.extend(tokens[:count])
+            tokens = tokens[count:]
+            yield inputs.enter(past, count)
+
     def _run(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
         """One run of the graph: `tokens` into slots past .. past+T-1, logits [R, V]."""
-        self._step.set(np.asarray(tokens, np.int64), past, rows)
         self._inputs.place(past, len(tokens))
+        return self._execute(tokens, past, rows)
+
+    def _execute(self, tokens: Sequence[int], past: int, rows: range) -> Logits:
+        self._step.set(np.asarray(tokens, np.int64), past, rows)
         try:
             self._session.run_with_iobinding(self._io)
         except Exception as error:  # ONNX Runtime raises a class of its own per status code

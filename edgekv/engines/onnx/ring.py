@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,6 +109,11 @@ class RingCache(RingLayout):
                 io.bind_input(f"past_{part}.{number}", "cpu", 0, rows.dtype, (1, *rows.shape), rows.ctypes.data)
         for name, array in () if self._centre is None else self._centre.inputs():
             bind_array(io, name, array)
+
+    @property
+    def centred(self) -> bool:
+        """Whether some layers hold keys less a centre."""
+        return self._centre is not None
 
     def own_ring(self, layer: int) -> bool:
         """Whether the layer holds its last tokens only."""
@@ -209,6 +214,16 @@ class RingCache(RingLayout):
         return True
 
 
+class Part(NamedTuple):
+    """Tokens of one run between two evictions: what the operator is told of the cache before them, and how many."""
+
+    past: int
+    evicted: int
+    pinned: int
+    capacity: int
+    tokens: int
+
+
 class RingInputs:
     """What the operator reads beside the cache: scales, where a run's tokens go, and the angles of their keys and
     queries."""
@@ -222,24 +237,40 @@ class RingInputs:
             for index, rope in enumerate(settled_ropes(spec, kv.capacity))
             if index in spec.rope_layers
         }
-        self._placed = 0  # tokens of the run that angles are bound for
-        self.state = np.zeros(4, np.int64)  # tokens before the run, evicted, pinned, C
-        bind_array(io, "state", self.state)
+        self._placed = (0, 0)  # tokens and parts of the run that inputs are bound for
+        self._state = np.zeros((chunk + 1, 4), np.int64)  # of each part: tokens before it, evicted, pinned, C
         parts = () if scales is None else operator_scales(kv.dtype, scales.k, scales.v)
         self._bound = [np.ascontiguousarray(pair, np.float32) for pair in zip(*parts, strict=True)]  # [2, K, D] each
         for layer, array in enumerate(self._bound):
             bind_array(io, f"scales.{layer}", array)
 
+    @property
+    def may_evict(self) -> bool:
+        """Whether a run may go over evictions. Not where keys have a centre: its table has one angle for each slot."""
+        return not self._cache.centred
+
+    def enter(self, past: int, count: int) -> Part:
+        """The next part of a run, `count` tokens behind `past` others, in the cache's state of this moment."""
+        self._cache.place(past, count)
+        return Part(past, self._cache.evicted, self._cache.pinned, self._kv.capacity, count)
+
     def place(self, past: int, count: int) -> None:
         """Before a run of `count` tokens behind `past` others."""
-        cache = self._cache
-        cache.place(past, count)
-        self.state[:] = past, cache.evicted, cache.pinned, self._kv.capacity
+        self.place_parts([self.enter(past, count)])
+
+    def place_parts(self, parts: Sequence[Part]) -> None:
+        """Before a run that consists of these."""
+        count = sum(part.tokens for part in parts)
+        state, changed = self._state[: len(parts)], self._placed != (count, len(parts))
+        state[:] = [part[:4] for part in parts]
+        if changed:
+            bind_array(self._io, "state", state.reshape(-1))
+        past = np.concatenate([np.arange(part.past, part.past + part.tokens) for part in parts])
         for index, angles in self.angles.items():
-            table = angles.fill(past, cache.evicted, count)
-            if self._placed != count:
+            table = angles.fill(parts[0].past + parts[0].evicted, past)
+            if changed:
                 bind_array(self._io, f"angles.{index}", table)
-        self._placed = count
+        self._placed = (count, len(parts))
 
     def restored(self, layer: int, start: int, keys: Logits) -> Logits:
         """Keys of tokens from `start` on, [K, n, D], as the model knows them: the pinned ones turned on to where they
@@ -264,12 +295,13 @@ class RunAngles:
         self._amplitudes = amplitudes(rope, head_dim)
         self._memory = np.zeros(4 * chunk * len(self.frequencies), np.float32)
 
-    def fill(self, past: int, evicted: int, count: int) -> Array:
-        """[4, count, D/2] for tokens after `past` cached and `evicted` gone ones, at the same place for the same count;
-        the angles in float64, as everywhere."""
+    def fill(self, first: int, past: Array) -> Array:
+        """[4, T, D/2] for tokens from the absolute position `first` on, which have `past` [T] others before them in the
+        cache; at the same place for the same T, and the angles in float64, as everywhere."""
+        count = len(past)
         table = self._memory[: 4 * count * len(self.frequencies)].reshape(4, count, -1)
-        for first, half in ((past + evicted, table[:2]), (past, table[2:])):
-            turns = np.arange(first, first + count, dtype=np.float64)[:, None] * self.frequencies
+        for positions, half in ((np.arange(first, first + count), table[:2]), (past, table[2:])):
+            turns = positions.astype(np.float64)[:, None] * self.frequencies
             half[0], half[1] = np.cos(turns) * self._amplitudes, np.sin(turns) * self._amplitudes
         return table
 
