@@ -170,7 +170,10 @@ def bench(
         InvalidOption: no length fits the cache.
     """
     options = options or BenchOptions()
-    card = make_card(model, engine.kv, threads, options, progress, native=engine.row_factors)
+    from edgekv.engines.onnx.engine import OnnxEngine
+
+    packed = isinstance(engine, OnnxEngine) and engine.packed
+    card = make_card(model, engine.kv, threads, options, progress, native=engine.row_factors, packed=packed)
     speeds = measure(engine, card, options, progress)
     return BenchReport(card, speeds, provenance(model, engine.kv, threads, options))
 
@@ -183,8 +186,13 @@ def make_card(
     progress: Progress = lambda stage, done, total: None,
     *,
     native: bool = False,
+    packed: bool = False,
 ) -> Card:
-    """Bytes per token and the machine's bandwidth. native: for edgekv's own operator, whose INT8 rows have factors.
+    """Bytes per token and the machine's bandwidth.
+
+    Args:
+        native: for edgekv's own attention, whose INT8 rows have factors.
+        packed: for edgekv's own product, which reads weights in the bits that they have.
 
     Raises:
         InvalidOption: no length fits the cache.
@@ -195,7 +203,7 @@ def make_card(
             f"The cache of {kv.capacity} tokens holds none of the lengths {', '.join(map(str, options.lengths))} and "
             f"{options.steps} steps more: give --lengths that fit, or a larger --context."
         )
-    weights = weight_bytes_read(model)
+    weights = weight_bytes_read(model, packed=packed)
     bandwidth = read_bandwidth(threads, progress=progress)
     ceilings = []
     for length in fitting:
@@ -205,8 +213,9 @@ def make_card(
     return Card(weights, bandwidth, tuple(ceilings), left_out)
 
 
-def weight_bytes_read(model: ConvertedModel) -> int:
-    """Bytes of weights that one decoded token reads: all of them, but of an embedding that is no head only a row."""
+def weight_bytes_read(model: ConvertedModel, *, packed: bool = False) -> int:
+    """Bytes of weights that one decoded token reads: all of them, but of an embedding that is no head only a row.
+    packed: in the bits that they have, where that was noted."""
     from edgekv.engines.onnx.engine import load_graph
 
     graph = load_graph(model)[0].graph
@@ -218,7 +227,8 @@ def weight_bytes_read(model: ConvertedModel) -> int:
         where = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key in ("offset", "length")}
         if where and (tensor.name in read or tensor.name not in looked_up):
             places[where["offset"]] = where["length"]
-    return sum(places.values())
+    made = model.description
+    return sum(places.values()) - (made.weight_bytes - made.packed_bytes if packed and made.packed_bytes else 0)
 
 
 def read_bandwidth(

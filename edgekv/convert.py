@@ -33,7 +33,7 @@ from edgekv.model.converted import (
 )
 from edgekv.units import format_bytes
 from edgekv.weights import Held, WeightSource, open_source
-from edgekv.weights.base import NO_TOKENIZER, Form, TokenizerFiles, form_of, join_rows
+from edgekv.weights.base import NO_TOKENIZER, Form, TokenizerFiles, form_of, join_rows, packed_bytes
 
 Progress = Callable[[str, int, int], None]  # what was done, parts done, parts in all
 
@@ -158,6 +158,8 @@ class _Holder:
     def __init__(self, source: WeightSource, options: ConvertOptions) -> None:
         self._source, self._rules = source, Holding(source.quantised, options)
         self._forms: set[Form] = set()
+        self._tied = source.spec.tied_embeddings
+        self.packed_bytes = 0  # see Description
         self._roundings: dict[str, Rounding] = {}
 
     @property
@@ -178,6 +180,8 @@ class _Holder:
         for block in self._source.blocks(name):
             held, rounding = self._rules.hold(name, block)
             self._forms.add(form_of(held))
+            looked_up = name == "embed" and not self._tied  # stays in the file, row by row
+            self.packed_bytes += form_of(held).bytes_of(held.shape) if looked_up else packed_bytes(held)
             self._roundings[name] = self._roundings.get(name, Rounding()) + rounding
             yield held
 
@@ -213,6 +217,7 @@ def _describe(
         scheme=holder.scheme,
         source_sha256=source_sha256,
         weight_bytes=size,
+        packed_bytes=holder.packed_bytes,
         bos_token=texts.bos_token,
         eos_token=texts.eos_token,
         add_bos=texts.add_bos,

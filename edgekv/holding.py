@@ -1,8 +1,9 @@
 """How each matrix of a checkpoint is held: decided from its form alone, before anything is read.
 
     the publisher stored                      held as
-    4-bit integers with integer zero points   the same, in blocks that MatMulNBits takes
-    other GGUF blocks                         8 bits, as exactly as those can (weights/gguf.py)
+    integers with integer zero points         the same, in blocks that MatMulNBits takes
+    integers with a float minimum (GGUF)      the same, with a shift; embedding and head in 8 bits (weights/quantize.py)
+    other GGUF blocks                         8 bits
     the codes of bitsandbytes                 the same
     a float model                             rounded: `bits` in blocks of `group`; embedding and head in 8 bits
     floats in a quantised model               float32; embedding and head as two 8-bit matrices that add up to 16 bits
@@ -23,7 +24,7 @@ from edgekv.about import about
 from edgekv.errors import InvalidOption, UnsupportedModel
 from edgekv.weights import BlockWeight, Held, Matrix, WeightSource
 from edgekv.weights.base import Float32, Form, Stored, form_of, matrix_names, operator_group
-from edgekv.weights.quantize import quantize_blocks, split_blocks
+from edgekv.weights.quantize import quantize_blocks, split_blocks, without_shift
 
 GROUPS = (32, 64, 128)
 WHOLE = ("embed", "head")
@@ -98,7 +99,9 @@ class Holding:
         """
         lossy, whole = self.options.lossy, name in WHOLE
         if form.kind == "int" and (form.bits == 4 or whole or lossy != "int4"):
-            return Form("int", form.bits, _operator_blocks(name, columns, form.group))
+            bits = 8 if whole and form.shifted else form.bits  # GatherBlockQuantized adds nothing
+            shifted = form.shifted and not whole
+            return Form("int", bits, _operator_blocks(name, columns, form.group), shifted)
         if form.kind in TABLES and not lossy:
             return form
         if form.kind == "float" and self.quantised and lossy != "int4":
@@ -117,6 +120,8 @@ class Holding:
         wanted = self.form(name, weight.shape[1], form_of(weight))
         if isinstance(weight, BlockWeight) and wanted.bits == weight.bits:
             return weight.to_group(wanted.group), Rounding()
+        if isinstance(weight, BlockWeight) and weight.shift is not None and name in WHOLE:
+            return without_shift(weight).to_group(wanted.group), Rounding()
         if wanted == form_of(weight):
             return weight, Rounding()
         values = weight if isinstance(weight, np.ndarray) else weight.dequantize()

@@ -82,7 +82,8 @@ def footprint_of(model: ConvertedModel, options: LoadOptions) -> Footprint:
     """What the weights of a converted model take in the engine that serves these options."""
     if choose(options.engine, options.device, options.kv_dtype).name == "torch":
         return Footprint.in_torch(model.spec, model.description.weight_bytes, options.device)
-    footprint = Footprint.of(model.spec, model.description.weight_bytes, model.description.scheme)
+    packed = model.description.packed_bytes if _own_product(options.device) else 0
+    footprint = Footprint.of(model.spec, packed or model.description.weight_bytes, model.description.scheme)
     in_registers = options.device == "cpu" and native.table_refusal() is None
     return replace(footprint, unpacked_bytes=0) if in_registers else footprint
 
@@ -123,9 +124,13 @@ def _centre_pairs(spec: ModelSpec, options: LoadOptions, model: ConvertedModel |
     return spec.head_dim // 2 if options.kv_dtype == "fp8" else MAX_PAIRS * spec.qkv_bias
 
 
+def _own_product(device: str) -> bool:
+    """Whether edgekv's own product multiplies by the weights."""
+    return device == "cpu" and native.matmul_refusal() is None
+
+
 def _onnx_runtime_bytes(device: str) -> int:
-    own = device == "cpu" and native.matmul_refusal() is None
-    return PACKED_RUNTIME_BYTES if own else RUNTIME_BYTES
+    return PACKED_RUNTIME_BYTES if _own_product(device) else RUNTIME_BYTES
 
 
 def budget(options: LoadOptions) -> int:

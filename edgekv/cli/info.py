@@ -183,8 +183,10 @@ def _holding_lines(matrices: Iterable[tuple[str, Stored, Form]]) -> list[str]:
 def _integers_line(read: Form, exact: bool, form: Form) -> str:
     if read.kind == "float":
         return f"rounded to {form.bits} bits, by MatMulNBits"
-    kept = "the same integers" if exact else f"{form.bits} bits, since fewer would not hold it faithfully"
-    return f"{kept}, by MatMulNBits"
+    if not exact or read.shifted != form.shifted:
+        return f"{form.bits} bits, since fewer would not hold it faithfully, by MatMulNBits"
+    added = ", each block with a float that is added" * form.shifted
+    return f"the same integers{added}, by MatMulNBits"
 
 
 def _grouped(names: Iterable[str]) -> str:

@@ -7,7 +7,8 @@
                                                     and sin of P pairs of channels at each slot
     RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
     RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
-    weights          what the file holds; the runtime keeps one packed copy and drops the file's pages
+    weights          what the file holds; the runtime keeps one packed copy and drops the file's pages. Edgekv's own
+                     product keeps them in the bits that they have, 5 and 6 among them
     embedding        a tied embedding is read by row and used as the head, which packs a second copy (of both digits
                      where it has two)
     unpacked codes   those of bitsandbytes, which MatMulBnb4 unpacks one matrix at a time

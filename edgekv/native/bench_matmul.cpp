@@ -18,10 +18,11 @@ constexpr size_t kFar = size_t{160} << 20;  // bytes of weights in all, so that 
 struct Shape {
   int64_t outputs, inputs;
   int bits;
+  bool minima = false;
 };
 
 void bench(const Shape& shape, int64_t rows, const MatMulKernels& kernels, Pool& pool) {
-  const Packing packing{shape.outputs, shape.inputs, shape.bits, 32, false, true};
+  const Packing packing{shape.outputs, shape.inputs, shape.bits, 32, false, true, shape.minima};
   const size_t size = static_cast<size_t>(packing.bytes()), copies = rows == 1 && !std::getenv("NEAR") ? kFar / size + 1 : 1;
   uint8_t* weights = static_cast<uint8_t*>(std::aligned_alloc(2 << 20, (size * copies + (2 << 20)) >> 21 << 21));
   if (std::getenv("HUGE")) madvise(weights, (size * copies + (2 << 20)) >> 21 << 21, MADV_HUGEPAGE);
@@ -46,8 +47,8 @@ void bench(const Shape& shape, int64_t rows, const MatMulKernels& kernels, Pool&
   }
   std::free(weights);
   const double time = std::getenv("FASTEST") ? *std::min_element(times.begin(), times.end()) : median(times), work = static_cast<double>(rows * shape.outputs * shape.inputs);
-  std::printf("%6lld x %-5lld %d bits %4lld rows: %8.1f us, %6.1f G/s", static_cast<long long>(shape.outputs),
-              static_cast<long long>(shape.inputs), shape.bits, static_cast<long long>(rows), time * 1e6,
+  std::printf("%6lld x %-5lld %d bits%s %4lld rows: %8.1f us, %6.1f G/s", static_cast<long long>(shape.outputs),
+              static_cast<long long>(shape.inputs), shape.bits, shape.minima ? " + m" : "    ", static_cast<long long>(rows), time * 1e6,
               work / time / 1e9);
   if (rows == 1) std::printf(", %4.1f GB/s, %.2f of a read", static_cast<double>(size) / time / 1e9, time / median(reads));
   std::printf("\n");
@@ -62,7 +63,7 @@ int main(int argc, char** argv) {
   std::printf("%s\n", kernels->name);
   for (const Shape& shape : {Shape{960, 576, 4}, Shape{3072, 576, 4}, Shape{576, 1536, 4}, Shape{576, 576, 4},
                              Shape{49152, 576, 8}, Shape{8960, 1536, 4}, Shape{3072, 576, 5},
-                             Shape{3072, 576, 6}, Shape{3072, 576, 8}, Shape{16, 576, 4}, Shape{16, 1536, 4}}) {
+                             Shape{3072, 576, 6}, Shape{3072, 576, 8}, Shape{3072, 576, 4, true}, Shape{3072, 576, 5, true}, Shape{16, 576, 4}, Shape{16, 1536, 4}}) {
     for (int64_t rows : {1, 16, 128}) {
       if (std::getenv("ONE") && (rows > 1 || shape.outputs == 960 || shape.outputs > 4000)) continue;
       if (rows == 1 || shape.outputs < 40000) bench(shape, rows, *kernels, pool);

@@ -17,7 +17,7 @@ float norm_factor(const float* x, int64_t count, float epsilon) {
 // Through `encode_block(x, count, factor, row, rows, codes, scale, offset)`; the last block is filled up with zeros.
 void encode(const float* x, const Product& product, int row, const InputTile& tile) {
   const Packing& packing = product.packing;
-  const int block = packing.block(), factor = packing.zeros ? 1 : 1 << (packing.bits - 1);
+  const int block = packing.block(), factor = packing.zeros || packing.minima ? 1 : 1 << (packing.bits - 1);
   const float norm = product.gain ? norm_factor(x, packing.inputs, product.epsilon) : 1.0f;
   for (int64_t i = 0; i < packing.blocks(); i++) {
     const int64_t first = i * block, left = packing.inputs - first;
@@ -27,5 +27,9 @@ void encode(const float* x, const Product& product, int row, const InputTile& ti
     for (int j = 0; !product.gain && count < block && j < count; j++) own[j] = x[first + j];
     encode_block(product.gain || count < block ? own : x + first, block, factor, row, tile.rows,
                  tile.codes + first * tile.rows, tile.scales + i * tile.rows, tile.offsets + i * tile.rows);
+    if (!packing.minima) continue;
+    const int64_t place = i * tile.rows + row;
+    tile.totals[place] = static_cast<float>(-tile.offsets[place]) * tile.scales[place];
+    tile.offsets[place] = 0;
   }
 }

@@ -32,14 +32,15 @@ uint16_t half_bits(float x) {
   return static_cast<uint16_t>(sign | mantissa >> (-1 - exponent));
 }
 
-void pack_scales(const Packing& packing, const Unpacked& matrix, int64_t first, uint8_t* out) {
+// Scales or minima.
+void pack_floats(const Packing& packing, const float* floats, int64_t first, uint8_t* out) {
   for (int64_t group = 0; group < packing.groups(); group++) {
     for (int64_t i = 0; i < kPanel; i++) {
       const int64_t output = first + i, place = group * kPanel + i;
-      const float scale = output < packing.outputs ? matrix.scales[output * packing.groups() + group] : 0.0f;
-      const uint16_t bits = half_bits(scale);
+      const float value = output < packing.outputs ? floats[output * packing.groups() + group] : 0.0f;
+      const uint16_t bits = half_bits(value);
       if (packing.half) std::memcpy(out + 2 * place, &bits, sizeof bits);
-      if (!packing.half) std::memcpy(out + 4 * place, &scale, sizeof scale);
+      if (!packing.half) std::memcpy(out + 4 * place, &value, sizeof value);
     }
   }
 }
@@ -113,17 +114,18 @@ class Inputs {
       : packing_(product.packing), rows_(product.rows), most_(tile_rows), codes_(static_cast<int8_t*>(memory)) {
     scales_ = reinterpret_cast<float*>(codes_ + rows_ * packing_.padded());
     offsets_ = reinterpret_cast<int32_t*>(scales_ + rows_ * packing_.blocks());
+    totals_ = packing_.minima ? reinterpret_cast<float*>(offsets_ + rows_ * packing_.blocks()) : nullptr;
   }
   static size_t floats(const Product& product) {
     const Packing& packing = product.packing;
-    return static_cast<size_t>(product.rows * (packing.padded() / 4 + 2 * packing.blocks()));
+    return static_cast<size_t>(product.rows * (packing.padded() / 4 + (packing.minima ? 3 : 2) * packing.blocks()));
   }
   // The tile that begins with this row, as `rows` of them are left from there on.
   InputTile tile(int64_t row) const {
     const int64_t left = std::min(rows_ - row, most_);
     const int rows = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    const int64_t blocks = packing_.blocks();
-    return {rows, codes_ + row * packing_.padded(), scales_ + row * blocks, offsets_ + row * blocks};
+    const int64_t place = row * packing_.blocks();
+    return {rows, codes_ + row * packing_.padded(), scales_ + place, offsets_ + place, totals_ ? totals_ + place : nullptr};
   }
 
  private:
@@ -132,6 +134,7 @@ class Inputs {
   int8_t* codes_;
   float* scales_;
   int32_t* offsets_;
+  float* totals_;  // null where there are no minima
 };
 
 struct Job {
@@ -242,6 +245,7 @@ const char* fault(const Packing& p) {
   if (p.bits < 4 || p.bits == 7 || p.bits > 8) return "codes have none of 4, 5, 6 and 8 bits";
   if (p.group < 16 || p.group > 1 << 20 || (p.group & (p.group - 1))) return "the group is no power of two from 16 on";
   if (p.bits == 5 && p.block() < 32) return "codes of 5 bits are in groups of 16";
+  if (p.zeros && p.minima) return "there are zero points and minima";
   return nullptr;
 }
 
@@ -250,11 +254,10 @@ void pack(const Packing& packing, const Unpacked& matrix, int64_t first, int64_t
   for (int64_t panel = first; panel < last; panel++) {
     uint8_t* place = out + panel * step * bytes;
     std::memset(place, 0, static_cast<size_t>(bytes));
-    pack_scales(packing, matrix, panel * kPanel, place);
-    place += packing.scale_bytes();
-    if (packing.zeros) pack_zeros(packing, matrix, panel * kPanel, place);
-    place += packing.zero_bytes();
-    pack_codes(packing, matrix, panel * kPanel, place);
+    pack_floats(packing, matrix.scales, panel * kPanel, place);
+    if (packing.zeros) pack_zeros(packing, matrix, panel * kPanel, place + packing.scale_bytes());
+    if (packing.minima) pack_floats(packing, matrix.minima, panel * kPanel, place + packing.minima_place());
+    pack_codes(packing, matrix, panel * kPanel, place + packing.codes_place());
   }
 }
 

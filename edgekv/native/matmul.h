@@ -2,13 +2,14 @@
 // that each instruction set provides.
 //
 // The weights are unsigned codes c with a scale s, and a zero point z, for every `group` inputs of an output:
-// w = s (c - z). Inputs are rounded to signed bytes with a scale for every block of 32 (16 where groups are of 16), as
+// w = s (c - z); or, where no integer is a zero point, with a minimum m: w = s c + m. Inputs are rounded to signed bytes with a scale for every block of 32 (16 where groups are of 16), as
 // ONNX Runtime's MatMulNBits does at accuracy level 4, so that all products are of bytes.
 //
 // A matrix is packed once into panels of 16 outputs, one after another, because one panel is then one stream of memory:
 //
-//     scales  [groups][16]                  float16 where all of them are float16 numbers, else float32
+//     scales  [groups][16]                  float16 where all of them, and all minima, are float16 numbers, else float32
 //     zeros   [groups][16] bytes            only where they are not all 2^(bits - 1)
+//     minima  [groups][16]                  as the scales; only where the weights have them
 //     codes   [K / 4][16][4 inputs]         8 bits
 //             [blocks] of                   4, 5 and 6 bits
 //                 [steps / 2][16][4 inputs, 2 steps a byte]    the low four bits; low nibbles are of the first step
@@ -34,7 +35,7 @@ constexpr int kTileRows = 12;  // rows that one pass over a panel handles at mos
 constexpr int64_t kLine = 64;  // bytes that the parts of a panel are aligned to
 
 // What the loader and this library must agree on: the two structures that follow.
-constexpr int kPackingFormat = 1;
+constexpr int kPackingFormat = 2;
 
 // How one matrix is packed.
 struct Packing {
@@ -43,7 +44,8 @@ struct Packing {
   int bits;         // 4, 5, 6 or 8
   int64_t group;    // inputs that share a scale: a power of two, at least 16
   bool zeros;       // zero points are stored
-  bool half;        // scales are float16
+  bool half;        // scales are float16, and so are minima
+  bool minima = false;  // are stored; then there are no zero points
 
   static int64_t up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
   int block() const { return group < 32 ? 16 : 32; }
@@ -54,17 +56,21 @@ struct Packing {
   int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
   int64_t packed_groups() const { return (padded() + group - 1) / group; }  // one more may lie beyond K
   int64_t scale_bytes() const { return up(packed_groups() * kPanel * (half ? 2 : 4), kLine); }
+  int64_t minimum_bytes() const { return minima ? scale_bytes() : 0; }
   int64_t zero_bytes() const { return zeros ? up(packed_groups() * kPanel, kLine) : 0; }
   int64_t code_bytes() const { return padded() * kPanel * bits / 8; }
-  int64_t panel_bytes() const { return scale_bytes() + zero_bytes() + code_bytes(); }
+  int64_t minima_place() const { return scale_bytes() + zero_bytes(); }
+  int64_t codes_place() const { return minima_place() + minimum_bytes(); }
+  int64_t panel_bytes() const { return codes_place() + code_bytes(); }
   int64_t bytes() const { return panels() * panel_bytes(); }
 };
 
-// A matrix as MatMulNBits takes it, in 4 or 8 bits.
+// A matrix as MatMulNBits takes it, in 4 or 8 bits, and with minima.
 struct Unpacked {
   const uint8_t* codes;  // [N, groups, group * bits / 8], low nibble first
   const float* scales;   // [N, groups]
   const uint8_t* zeros;  // [N, groups], in 4 bits two a byte with rows padded to whole bytes; null: all are the middle
+  const float* minima;   // [N, groups], or null
   int bits;
   int base;              // what is taken from codes of 8 bits that are to be packed in fewer
 };
@@ -92,6 +98,7 @@ struct InputTile {
   int8_t* codes;     // [K / 4][rows][4 inputs]
   float* scales;     // [blocks][rows]
   int32_t* offsets;  // [blocks][rows]: the codes' sum times -2^(bits - 1), or times -1 where there are zero points
+  float* totals;     // [blocks][rows]: the codes' sum times the scale; only where there are minima, and no offsets then
 };
 
 // What is added to the sums of a panel; either may be null.

@@ -29,10 +29,11 @@ T word(const void* x) {
 
 __m256i load(const uint8_t* x) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)); }
 
-__m256 scales_of(const uint8_t* scales, int64_t place, bool half) {
-  if (!half) return _mm256_loadu_ps(reinterpret_cast<const float*>(scales) + place);
+// Scales or minima.
+__m256 floats_of(const uint8_t* floats, int64_t place, bool half) {
+  if (!half) return _mm256_loadu_ps(reinterpret_cast<const float*>(floats) + place);
   // A float16's exponent and fraction, moved to a float32's and put right by a product; subnormal numbers come out too.
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 2 * place));
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(floats + 2 * place));
   const __m256i wide = _mm256_cvtepu16_epi32(bits);
   const __m256i size = _mm256_slli_epi32(_mm256_and_si256(wide, _mm256_set1_epi32(0x7fff)), 13);
   const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(wide, _mm256_set1_epi32(0x8000)), 16);
@@ -147,9 +148,11 @@ template <int R, int Bits>
 void multiply_half(const Packing& packing, const uint8_t* panel, int half, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   const uint8_t* zeros = panel + packing.scale_bytes();
-  const uint8_t* codes = zeros + packing.zero_bytes() + half * 4 * kLanes;
+  const uint8_t* minima = panel + packing.minima_place();
+  const uint8_t* codes = panel + packing.codes_place() + half * 4 * kLanes;
   const int block = packing.block();
   const int64_t blocks = packing.blocks(), group_blocks = packing.group / block;
+  for (const uint8_t* line = panel; R <= kFewRows && half == 0 && line < codes; line += kLine) prefetch<R>(line);
   const __m256 bias = added.bias ? _mm256_loadu_ps(added.bias + half * kLanes) : _mm256_setzero_ps();
   __m256 sums[R];
   EDGEKV_UNROLL
@@ -160,7 +163,7 @@ void multiply_half(const Packing& packing, const uint8_t* panel, int half, const
   for (int64_t i = 0; i < blocks; i++) {
     if (left == 0) {
       left = group_blocks;
-      scale = scales_of(panel, place, packing.half);
+      scale = floats_of(panel, place, packing.half);
       if (packing.zeros) {
         zero = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros + place)));
       }
@@ -178,6 +181,11 @@ void multiply_half(const Packing& packing, const uint8_t* panel, int half, const
     for (int r = 0; r < R; r++) {
       const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(tile.scales[i * R + r]));
       sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r]), both, sums[r]);
+    }
+    if (packing.minima) {
+      const __m256 minimum = floats_of(minima, place - kPanel, packing.half);
+      EDGEKV_UNROLL
+      for (int r = 0; r < R; r++) sums[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(tile.totals[i * R + r]), sums[r]);
     }
   }
   EDGEKV_UNROLL

@@ -34,9 +34,10 @@ void dot_four(__m512i& sum, __m512i w, const int8_t* x) {
 #endif
 }
 
-__m512 scales_of(const uint8_t* scales, int64_t group, bool half) {
-  if (!half) return _mm512_loadu_ps(scales + group * 4 * kPanel);
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + group * 2 * kPanel)));
+// Scales or minima of a group.
+__m512 floats_of(const uint8_t* floats, int64_t group, bool half) {
+  if (!half) return _mm512_loadu_ps(floats + group * 4 * kPanel);
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(floats + group * 2 * kPanel)));
 }
 
 template <int R>
@@ -88,8 +89,10 @@ template <int R, int Bits, int Block>
 void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
   const uint8_t* zeros = panel + packing.scale_bytes();
-  const uint8_t* codes = zeros + packing.zero_bytes();
+  const uint8_t* minima = panel + packing.minima_place();
+  const uint8_t* codes = panel + packing.codes_place();
   const int64_t blocks = packing.blocks(), group_blocks = packing.group / Block;
+  for (const uint8_t* line = panel; R <= kFewRows && line < codes; line += kLine) prefetch<R>(line);
   const int8_t* x = tile.codes;
   const __m512 bias = added.bias ? _mm512_loadu_ps(added.bias) : _mm512_setzero_ps();
   __m512 sums[R];
@@ -97,13 +100,14 @@ void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile
   for (int r = 0; r < R; r++) sums[r] = bias;
   const float* input_scales = tile.scales;
   const int32_t* offsets = tile.offsets;
+  const float* totals = tile.totals;
   __m512 scale = _mm512_setzero_ps();
   __m512i zero = _mm512_setzero_si512();
   int64_t left = 0, group = 0;
   for (int64_t block = 0; block < blocks; block++) {
     if (left == 0) {
       left = group_blocks;
-      scale = scales_of(panel, group, packing.half);
+      scale = floats_of(panel, group, packing.half);
       if (packing.zeros) {
         zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros + group * kPanel)));
       }
@@ -123,6 +127,12 @@ void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile
     for (int r = 0; r < R; r++) {
       const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(input_scales[r]));
       sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r]), both, sums[r]);
+    }
+    if (packing.minima) {
+      const __m512 minimum = floats_of(minima, group - 1, packing.half);
+      EDGEKV_UNROLL
+      for (int r = 0; r < R; r++) sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(totals[r]), sums[r]);
+      totals += R;
     }
     codes += Block * kPanel * Bits / 8;
     x += Block * R;

@@ -6,7 +6,8 @@
 //               residual float [..., N]  added to the output
 //               gain     float [K]       of an RMS norm that x goes through first
 //     output    float [..., N], or [..., N / 2] with a gate
-//     attributes  N, K, bits (5 and 6, too), block_size as MatMulNBits has them; zero_points, half (0 or 1: what is stored, and how);
+//     attributes  N, K, bits (5 and 6, too), block_size as MatMulNBits has them; zero_points, half, minima (0 or 1: what is stored,
+//               and how);
 //               offset (where this matrix begins in the weights); gate (0 none, 1 SiLU, 2 GELU by tanh: the matrix is two,
 //               their panels in turn, and act(first) * second is the output); epsilon (of the norm)
 //
@@ -30,7 +31,8 @@ class MatMul {
                  static_cast<int>(integer(info, "bits", 4)),
                  integer(info, "block_size", 32),
                  integer(info, "zero_points", 0) != 0,
-                 integer(info, "half", 0) != 0},
+                 integer(info, "half", 0) != 0,
+                 integer(info, "minima", 0) != 0},
         offset_(integer(info, "offset", 0)),
         gate_(static_cast<Gate>(integer(info, "gate", 0))),
         epsilon_(number(info, "epsilon", 0.0f)),

@@ -19,11 +19,12 @@ float half_number(const uint8_t* place) {
   return bits & 0x8000 ? -size : size;
 }
 
-float scale_of(const Packing& packing, const uint8_t* panel, int64_t index) {
-  if (packing.half) return half_number(panel + 2 * index);
-  float scale;
-  std::memcpy(&scale, panel + 4 * index, sizeof scale);
-  return scale;
+// Of scales or minima.
+float float_of(const Packing& packing, const uint8_t* floats, int64_t index) {
+  if (packing.half) return half_number(floats + 2 * index);
+  float value;
+  std::memcpy(&value, floats + 4 * index, sizeof value);
+  return value;
 }
 
 // Of an input within its block.
@@ -38,18 +39,19 @@ int code_of(const Packing& packing, const uint8_t* block, int64_t input, int out
 
 float multiply_one(const Packing& packing, const uint8_t* panel, const InputTile& tile, int row, int output) {
   const uint8_t* zeros = panel + packing.scale_bytes();
-  const uint8_t* codes = zeros + packing.zero_bytes();
+  const uint8_t *minima = panel + packing.minima_place(), *codes = panel + packing.codes_place();
   float sum = 0;
   for (int64_t block = 0; block < packing.blocks(); block++) {
     const int64_t first = block * packing.block(), group = first / packing.group;
-    int32_t dot = tile.offsets[block * tile.rows + row];
-    if (packing.zeros) dot *= zeros[group * kPanel + output];
+    const int64_t at = block * tile.rows + row, place = group * kPanel + output;
+    int32_t dot = tile.offsets[at];
+    if (packing.zeros) dot *= zeros[place];
     for (int64_t i = 0; i < packing.block(); i++) {
       const int x = tile.codes[((first + i) / 4 * tile.rows + row) * 4 + i % 4];
       dot += x * code_of(packing, codes + first * kPanel * packing.bits / 8, i, output);
     }
-    const float both = scale_of(packing, panel, group * kPanel + output) * tile.scales[block * tile.rows + row];
-    sum += static_cast<float>(dot) * both;
+    sum += static_cast<float>(dot) * (float_of(packing, panel, place) * tile.scales[at]);
+    if (packing.minima) sum += float_of(packing, minima, place) * tile.totals[at];
   }
   return sum;
 }

@@ -1,6 +1,6 @@
 // The packed product against a loop in float64, for every instruction set that this machine runs.
 //
-// Random shapes, groups, widths, zero points, scales that are float16 numbers or not, rows, biases, residuals, norms and
+// Random shapes, groups, widths, zero points or minima, scales that are float16 numbers or not, rows, biases, residuals, norms and
 // gates. Compared are the inputs' bytes, which must be the nearest, and what is made of them, which must be exact.
 //
 //     test_matmul [rounds] [seed]
@@ -50,7 +50,7 @@ struct Matrix {
   int bits;  // of the codes here
   int base = 0;
   std::vector<uint8_t> codes, zeros;
-  std::vector<float> scales;
+  std::vector<float> scales, minima;
 
   Matrix(const Packing& p, std::mt19937& random) : packing(p), bits(p.bits > 4 || random() % 4 == 0 ? 8 : 4) {
     std::normal_distribution<float> normal;
@@ -65,6 +65,8 @@ struct Matrix {
       const int64_t half = pick(random, 512, 2047);
       const float whole = static_cast<float>(half) / static_cast<float>(int64_t{1} << pick(random, 14, 24));
       scales.push_back(p.half ? (random() % 2 ? -whole : whole) : normal(random) * 0.01f);
+      const float low = static_cast<float>(pick(random, -2047, 2047)) / static_cast<float>(int64_t{1} << pick(random, 12, 20));
+      if (p.minima) minima.push_back(p.half ? low : normal(random) * 0.1f);
     }
   }
   double weight(int64_t output, int64_t input) const {
@@ -80,9 +82,14 @@ struct Matrix {
       const size_t at = static_cast<size_t>(output * ((p.groups() + 1) / 2) + group / 2);
       if (p.zeros) zero = zeros[at] >> group % 2 * 4 & 0xF;
     }
-    return static_cast<double>(scales[static_cast<size_t>(output * p.groups() + group)]) * (code - zero);
+    const size_t at = static_cast<size_t>(output * p.groups() + group);
+    if (p.minima) return static_cast<double>(scales[at]) * code + static_cast<double>(minima[at]);
+    return static_cast<double>(scales[at]) * (code - zero);
   }
-  Unpacked unpacked() const { return {codes.data(), scales.data(), packing.zeros ? zeros.data() : nullptr, bits, base}; }
+  Unpacked unpacked() const {
+    return {codes.data(), scales.data(), packing.zeros ? zeros.data() : nullptr,
+            packing.minima ? minima.data() : nullptr, bits, base};
+  }
 };
 
 // Bytes that begin at a multiple of 64.
@@ -112,6 +119,7 @@ Case random_case(std::mt19937& random) {
   const int widths[] = {4, 5, 6, 8};
   Packing p{pick(random, 1, 200), pick(random, 1, 700), widths[random() % 4], groups[random() % 7],
             random() % 2 == 0,    random() % 2 == 0};
+  p.minima = !p.zeros && random() % 2;
   if (fault(p)) p.bits = 6;
   if (random() % 3 == 0) c.gate = random() % 2 ? Gate::kSilu : Gate::kGelu;
   if (c.gate != Gate::kNone) p.outputs = 16 * pick(random, 1, 9);
@@ -156,7 +164,9 @@ std::vector<double> rounded(const Case& c, const MatMulKernels& kernels, int64_t
   std::vector<int8_t> codes(static_cast<size_t>(p.padded()));
   std::vector<float> scales(static_cast<size_t>(p.blocks()));
   std::vector<int32_t> offsets(scales.size());
-  kernels.encode(c.x.data() + row * p.inputs, product, 0, {1, codes.data(), scales.data(), offsets.data()});
+  std::vector<float> totals(scales.size());
+  kernels.encode(c.x.data() + row * p.inputs, product, 0,
+                 {1, codes.data(), scales.data(), offsets.data(), totals.data()});
   std::vector<double> x = normed(c, row);
   for (size_t first = 0; first < x.size(); first += static_cast<size_t>(p.block())) {
     const size_t last = std::min(first + static_cast<size_t>(p.block()), x.size());
@@ -233,9 +243,9 @@ bool check(const Case& c, const MatMulKernels& kernels, unsigned seed) {
       const double error = std::fabs(static_cast<double>(out[static_cast<size_t>(row * p.outputs + i)]) - want.value);
       worst = std::max(worst, want.size == 0 ? error : error / want.size);
       if (!(error <= kTolerance * want.size)) {
-        std::printf("FAILED %s seed %u: %lld x %lld, %d bits, group %lld, zeros %d, half %d, gate %d, %lld rows, at %lld "
+        std::printf("FAILED %s seed %u: %lld x %lld, %d bits, group %lld, zeros %d, half %d, minima %d, gate %d, %lld rows, at %lld "
                     "%lld: %g for %g\n", kernels.name, seed, static_cast<long long>(p.outputs),
-                    static_cast<long long>(p.inputs), p.bits, static_cast<long long>(p.group), p.zeros, p.half,
+                    static_cast<long long>(p.inputs), p.bits, static_cast<long long>(p.group), p.zeros, p.half, p.minima,
                     static_cast<int>(c.gate), static_cast<long long>(c.rows), static_cast<long long>(row),
                     static_cast<long long>(i), static_cast<double>(out[static_cast<size_t>(row * p.outputs + i)]),
                     want.value);
@@ -252,14 +262,16 @@ bool check_not_finite(const MatMulKernels& kernels) {
   std::mt19937 random(2);
   bool good = true;
   for (float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), -1e38f * 10}) {
-    Case c;
-    c.matrices.emplace_back(Packing{40, 100, 4, 32, true, false}, random);
-    c.rows = 5;
-    for (int i = 0; i < 500; i++) c.x.push_back(static_cast<float>(random() % 7) - 3);
-    c.x[200 + 31] = bad;
-    c.x[200 + 35] = 0;
-    const std::vector<float> out = compute(c, kernels);
-    for (size_t i = 0; i < out.size(); i++) good = good && std::isfinite(out[i]) == (i / 40 != 2);
+    for (bool minima : {false, true}) {
+      Case c;
+      c.matrices.emplace_back(Packing{40, 100, 4, 32, !minima, false, minima}, random);
+      c.rows = 5;
+      for (int i = 0; i < 500; i++) c.x.push_back(static_cast<float>(random() % 7) - 3);
+      c.x[200 + 31] = bad;
+      c.x[200 + 35] = 0;
+      const std::vector<float> out = compute(c, kernels);
+      for (size_t i = 0; i < out.size(); i++) good = good && std::isfinite(out[i]) == (i / 40 != 2);
+    }
   }
   if (!good) std::printf("FAILED %s: inputs that are not finite\n", kernels.name);
   return good;
@@ -289,7 +301,8 @@ bool check_refusals() {
   bool good = !fault({16, 64, 4, 32, true, false});
   for (const Packing& p : {Packing{0, 64, 4, 32, true, false}, Packing{16, 0, 4, 32, true, false},
                            Packing{16, 64, 2, 32, true, false}, Packing{16, 64, 7, 32, true, false},
-                           Packing{16, 64, 5, 16, true, false}, Packing{16, 64, 4, 8, true, false},
+                           Packing{16, 64, 5, 16, true, false}, Packing{16, 64, 4, 32, true, false, true},
+                           Packing{16, 64, 4, 8, true, false},
                            Packing{16, 64, 4, 48, true, false}, Packing{int64_t{1} << 40, 64, 4, 32, true, false}}) {
     good = good && fault(p);
   }

@@ -1,7 +1,8 @@
 """A quantised matrix as the publisher's integers, and the interface of everything that reads published weights.
 
 BlockWeight is w = (code - zero) * scale, with one scale and zero a block of `group` input columns: the terms of ONNX
-Runtime's MatMulNBits. What a publisher stored with integer zero points is held with the very same integers. With
+Runtime's MatMulNBits. What a publisher stored with integer zero points is held with the very same integers. Blocks with
+a float minimum (GGUF), for which no integer is a zero point, have a shift: w = (code - zero) * scale + shift. With
 act-order the columns of a group are scattered; BlockWeight holds them side by side, with the `order` of its columns.
 
 Bnb4Weight is w = table[code] * absmax, the terms of MatMulBnb4. SplitWeight holds floats as the sum of two 8-bit
@@ -56,20 +57,23 @@ class Form:
     kind: FormKind
     bits: int = 32
     group: int = 0  # columns that share a scale; of nf4 and fp4: weights
+    shifted: bool = False  # of int: each block has a float that is added
 
     def __str__(self) -> str:
-        """ "int4/32", "int8+8/32", "nf4/64", "float32"."""
-        names = {"int": f"int{self.bits}/{self.group}", "int sum": f"int8+8/{self.group}", "float": "float32"}
+        """ "int4/32", "int4+shift/32", "int8+8/32", "nf4/64", "float32"."""
+        shift = "+shift" * self.shifted
+        names = {"int": f"int{self.bits}{shift}/{self.group}", "int sum": f"int8+8/{self.group}", "float": "float32"}
         return names.get(self.kind, f"{self.kind}/{self.group}")
 
     def bytes_of(self, shape: tuple[int, int]) -> int:
-        """What a matrix takes, zero points included."""
+        """What a matrix takes in the model's file, zero points included; the file has no codes of 5 or 6 bits."""
         rows, columns = shape
         if self.kind == "float":
             return 4 * rows * columns
         blocks = rows * columns // self.group
         if self.kind == "int":
-            return rows * columns * self.bits // 8 + blocks * 4 + blocks * self.bits // 8
+            bits = file_bits(self.bits)
+            return rows * columns * bits // 8 + blocks * 4 + blocks * (4 if self.shifted else bits // 8)
         return 2 * (rows * columns + 5 * blocks) if self.kind == "int sum" else rows * columns // 2 + 4 * blocks
 
 
@@ -88,6 +92,11 @@ class Stored:
         return self.form.kind == "float"
 
 
+def file_bits(bits: int) -> int:
+    """In which MatMulNBits takes codes of so many bits."""
+    return 4 if bits <= 4 else 8
+
+
 def operator_group(columns: int, group: int) -> int | None:
     """The largest block size of MatMulNBits that divides both; None if there is none."""
     common = math.gcd(columns, group)
@@ -101,9 +110,10 @@ class BlockWeight:
     codes: Codes  # [N, K], each 0 .. 2**bits - 1
     scales: Float32  # [N, K / group]
     zeros: Codes | None  # [N, K / group]; None is the midpoint, 2**(bits - 1)
-    bits: int  # 4 or 8
+    bits: int  # 4, 5, 6 or 8
     group: int  # may exceed K, or leave a smaller group at the end
     order: Order | None = None  # [K]: codes[:, j] belongs to input column order[j]; None: to column j
+    shift: Float32 | None = None  # [N, K / group], added to each weight of a block; None: nothing is
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,7 +128,8 @@ class BlockWeight:
             return self.to_group(math.gcd(self.codes.shape[1], self.group)).dequantize()
         blocks = self.codes.reshape(len(self.codes), -1, self.group).astype(np.float32)  # [N, K/group, group]
         zeros = np.float32(self.midpoint) if self.zeros is None else self.zeros[..., None].astype(np.float32)
-        return ((blocks - zeros) * self.scales[..., None]).reshape(self.codes.shape)
+        values = (blocks - zeros) * self.scales[..., None]
+        return (values if self.shift is None else values + self.shift[..., None]).reshape(self.codes.shape)
 
     @property
     def midpoint(self) -> int:
@@ -129,10 +140,15 @@ class BlockWeight:
         """[N, K / group], also where all are the midpoint."""
         return np.full(self.scales.shape, self.midpoint, np.uint8) if self.zeros is None else self.zeros
 
+    def shifts(self) -> Float32:
+        """[N, K / group], also where nothing is added."""
+        return np.zeros_like(self.scales) if self.shift is None else self.shift
+
     def take_rows(self, rows: Order) -> BlockWeight:
         """The matrix with these of its rows, in this order; exact."""
         zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+        shift = None if self.shift is None else self.shift[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros, shift=shift)
 
     def to_bits(self, bits: int) -> BlockWeight:
         """The same numbers in wider codes, with every zero point at the midpoint; exact."""
@@ -150,7 +166,8 @@ class BlockWeight:
             return self
         parents = np.arange(0, self.codes.shape[1], group) // self.group  # of each new block
         zeros = None if self.zeros is None else self.zeros[:, parents]
-        return replace(self, scales=self.scales[:, parents], zeros=zeros, group=group)
+        shift = None if self.shift is None else self.shift[:, parents]
+        return replace(self, scales=self.scales[:, parents], zeros=zeros, shift=shift, group=group)
 
 
 @dataclass(frozen=True)
@@ -227,10 +244,26 @@ def join_rows(blocks: Iterable[Held]) -> Held:
 def form_of(weight: Held) -> Form:
     """The form of a matrix that is there."""
     if isinstance(weight, BlockWeight):
-        return Form("int", weight.bits, weight.group)
+        return Form("int", weight.bits, weight.group, weight.shift is not None)
     if isinstance(weight, SplitWeight):
         return Form("int sum", 16, weight.high.group)
     return Form(weight.kind, 4, weight.block) if isinstance(weight, Bnb4Weight) else Form("float")
+
+
+def fits_half(values: Float32) -> bool:
+    """Whether all of these are float16 numbers."""
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))
+
+
+def packed_bytes(weight: Held) -> int:
+    """What a matrix takes in the project's own product (native/matmul.h), padding apart: in the bits that it has."""
+    if not isinstance(weight, BlockWeight):
+        return form_of(weight).bytes_of((weight.shape[0], weight.shape[1]))
+    factors = [part for part in (weight.scales, weight.shift) if part is not None]
+    width = 2 if all(map(fits_half, factors)) else 4
+    zeros = 0 if weight.zeros is None else weight.zeros.size
+    return weight.codes.size * weight.bits // 8 + width * sum(part.size for part in factors) + zeros
 
 
 def matrix_names(spec: ModelSpec) -> Iterator[str]:
@@ -257,8 +290,11 @@ def stack_rows(parts: list[BlockWeight]) -> BlockWeight:
     zeros = None
     if any(part.zeros is not None for part in parts):
         zeros = np.concatenate([part.zero_points() for part in parts])
+    shift = None
+    if any(part.shift is not None for part in parts):
+        shift = np.concatenate([part.shifts() for part in parts])
     codes, scales = np.concatenate([p.codes for p in parts]), np.concatenate([p.scales for p in parts])
-    return BlockWeight(codes, scales, zeros, bits, group, parts[0].order)
+    return BlockWeight(codes, scales, zeros, bits, group, parts[0].order, shift)
 
 
 def stack_bnb4(parts: list[Bnb4Weight]) -> Bnb4Weight | None:

@@ -1,8 +1,8 @@
 """GGUF files (llama.cpp's format, read through the `gguf` package) as a WeightSource.
 
-Block types with integer zero points keep their integers: Q4_0 and Q3_K in 4 bits, Q5_0, Q8_0 and Q6_K in 8, and so do
-IQ4_NL and IQ4_XS, whose 16 levels are integers of 8 bits. Types with a float minimum (Q4_1, Q5_1, Q4_K, Q5_K) go
-through `hold_affine`. Every other type is dequantised by the `gguf` package and rounded to 8 bits in blocks of 32.
+Block types with integer zero points keep their integers: Q4_0 and Q3_K in 4 bits, Q5_0 in 5, Q6_K in 6, Q8_0 in 8, and
+so do IQ4_NL and IQ4_XS, whose 16 levels are integers of 8 bits. Types with a float minimum (Q4_1, Q5_1, Q4_K, Q5_K)
+keep it as a shift. Every other type is dequantised by the `gguf` package and rounded to 8 bits in blocks of 32.
 
 The trap: some architectures store the rows of Q and K interleaved for llama.cpp's RoPE (gguf_metadata.py); they are put
 back into the half-split order here. Layouts are those of ggml's quantisation reference (ggml-quants).
@@ -34,7 +34,7 @@ from edgekv.weights.base import (
 )
 from edgekv.weights.gguf_metadata import INTERLEAVED_QK, Metadata, spec_from_metadata
 from edgekv.weights.names import layer_parts, packed_rows, packed_with, shape, turning_first
-from edgekv.weights.quantize import hold_affine, quantize_blocks
+from edgekv.weights.quantize import affine, quantize_blocks
 
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -112,7 +112,8 @@ class GGUFSource:
             start = tensor.data_offset + (rows.start + part.start) * row_bytes
             data = np.memmap(self.path, np.uint8, "r", start, size)
             weight = _read_matrix(tensor, data, columns)
-            self._require_finite(tensor, weight.scales if isinstance(weight, BlockWeight) else weight)
+            for factors in (weight.scales, weight.shifts()) if isinstance(weight, BlockWeight) else (weight,):
+                self._require_finite(tensor, factors)
             yield weight
 
     def vector(self, name: str) -> Float32:
@@ -281,19 +282,19 @@ def _q4_0(data: Codes, columns: int) -> BlockWeight:
 def _q4_1(data: Codes, columns: int) -> BlockWeight:
     blocks = _blocks(data, 20)  # fp16 scale, fp16 minimum, 16 bytes of nibbles
     codes = _nibbles(blocks[..., 4:]).reshape(len(data), columns)
-    return hold_affine(codes, _half(blocks[..., :2]), _half(blocks[..., 2:4]), group=32, top=15)
+    return affine(codes, _half(blocks[..., :2]), _half(blocks[..., 2:4]), bits=4, group=32)
 
 
 def _q5_0(data: Codes, columns: int) -> BlockWeight:
     blocks = _blocks(data, 22)  # fp16 scale, 32 high bits, 16 bytes of nibbles; code - 16
     codes = _nibbles(blocks[..., 6:]) + _fifth_bits(blocks[..., 2:6])
-    return BlockWeight((codes + 112).reshape(len(data), columns), _half(blocks[..., :2]), None, 8, 32)
+    return BlockWeight(codes.reshape(len(data), columns), _half(blocks[..., :2]), None, 5, 32)
 
 
 def _q5_1(data: Codes, columns: int) -> BlockWeight:
     blocks = _blocks(data, 24)  # fp16 scale, fp16 minimum, 32 high bits, 16 bytes of nibbles
     codes = (_nibbles(blocks[..., 8:]) + _fifth_bits(blocks[..., 4:8])).reshape(len(data), columns)
-    return hold_affine(codes, _half(blocks[..., :2]), _half(blocks[..., 2:4]), group=32, top=31)
+    return affine(codes, _half(blocks[..., :2]), _half(blocks[..., 2:4]), bits=5, group=32)
 
 
 def _q8_0(data: Codes, columns: int) -> BlockWeight:
@@ -314,7 +315,7 @@ def _q4_k(data: Codes, columns: int) -> BlockWeight:
     blocks = _blocks(data, 144)  # fp16 scale of scales, fp16 of minima, 12 bytes of those, 128 of nibbles
     scales, minima = _k_scales(blocks[..., 4:16])
     codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))  # [N, super, 4, 64]
-    return _k_affine(blocks, scales, minima, codes.reshape(len(data), columns), top=15)
+    return _k_affine(blocks, scales, minima, codes.reshape(len(data), columns), bits=4)
 
 
 def _q5_k(data: Codes, columns: int) -> BlockWeight:
@@ -322,13 +323,13 @@ def _q5_k(data: Codes, columns: int) -> BlockWeight:
     scales, minima = _k_scales(blocks[..., 4:16])
     bits = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [N, super, 8, 32]
     codes = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], 8, 32)
-    return _k_affine(blocks, scales, minima, (codes + (bits << 4)).reshape(len(data), columns), top=31)
+    return _k_affine(blocks, scales, minima, (codes + (bits << 4)).reshape(len(data), columns), bits=5)
 
 
-def _k_affine(blocks: Codes, scales: Float32, minima: Float32, codes: Codes, *, top: int) -> BlockWeight:
+def _k_affine(blocks: Codes, scales: Float32, minima: Float32, codes: Codes, *, bits: int) -> BlockWeight:
     step = (scales * _half(blocks[..., :2])[..., None]).reshape(len(codes), -1)
     minimum = (-minima * _half(blocks[..., 2:4])[..., None]).reshape(len(codes), -1)
-    return hold_affine(codes, step, minimum, group=32, top=top)
+    return affine(codes, step, minimum, bits=bits, group=32)
 
 
 def _q6_k(data: Codes, columns: int) -> BlockWeight:
@@ -336,9 +337,9 @@ def _q6_k(data: Codes, columns: int) -> BlockWeight:
     low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).reshape(*blocks.shape[:2], 2, 4, 32)
     pairs = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     high = (pairs >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
-    codes = (low + (high << 4) + 96).reshape(len(data), columns).astype(np.uint8)
+    codes = (low + (high << 4)).reshape(len(data), columns).astype(np.uint8)
     scales = blocks[..., 192:208].view(np.int8).astype(np.float32) * _half(blocks[..., 208:210])[..., None]
-    return BlockWeight(codes, scales.reshape(len(data), -1), None, 8, 16)
+    return BlockWeight(codes, scales.reshape(len(data), -1), None, 6, 16)
 
 
 def _q3_k(data: Codes, columns: int) -> BlockWeight:
@@ -381,7 +382,9 @@ def _scaled(codes: Codes, scales: Codes, factor: Float32, *, bits: int, group: i
 
 _FORMS = {
     "Q3_K": Form("int", 4, 16), "IQ4_NL": Form("int", 8, 32), "IQ4_XS": Form("int", 8, 32),
-    "Q4_0": Form("int", 4, 32), "Q5_0": Form("int", 8, 32), "Q8_0": Form("int", 8, 32), "Q6_K": Form("int", 8, 16),
+    "Q4_0": Form("int", 4, 32), "Q5_0": Form("int", 5, 32), "Q8_0": Form("int", 8, 32), "Q6_K": Form("int", 6, 16),
+    "Q4_1": Form("int", 4, 32, shifted=True), "Q4_K": Form("int", 4, 32, shifted=True),
+    "Q5_1": Form("int", 5, 32, shifted=True), "Q5_K": Form("int", 5, 32, shifted=True),
 }  # fmt: skip
 """The form of the types whose integers are kept; all others are held in 8 bits in blocks of 32."""
 

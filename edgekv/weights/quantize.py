@@ -1,12 +1,15 @@
 """Floats or odd block formats -> BlockWeight, and how exactly.
 
 `quantize_blocks` is the ordinary asymmetric rounding used for float sources. `split_blocks` applies it twice, for the
-embedding and head that the publisher of a quantised model left in 16 bits. `hold_affine` is for formats that store
-w = d * q + m with a float minimum m (GGUF Q4_1, Q4_K, Q5_1, Q5_K): MatMulNBits wants an integer zero point, and forcing
-m / d to an integer in 4 bits loses 25 % perplexity on the default model. In 8 bits there is room to do better: codes
-k * q with scale d / k, for the k of 1 .. 17 at which k * m / d comes closest to an integer. All steps between codes
-stay exact and the only error is one shift a block of at most d / (18 k) (Dirichlet), usually far less. Blocks where
-that would be worse than ordinary rounding to 8 bits (their range hardly holds 0, or does not) are rounded.
+embedding and head that the publisher of a quantised model left in 16 bits. `affine` reads formats that store
+w = d * q + m with a float minimum m (GGUF Q4_1, Q4_K, Q5_1, Q5_K), exactly.
+
+`without_shift` is for an embedding or head in such a format: the operator that looks rows up wants an integer zero
+point, and forcing m / d to one in 4 bits would lose much (25 % perplexity, were it done to all matrices of the default
+model). In 8 bits there is room to do better: codes k * q with scale d / k, for the k of 1 .. 17 at which k * m / d
+comes closest to an integer. All steps between codes stay exact and the only error is one offset a block of at most
+d / (18 k) (Dirichlet), usually far less. Blocks where that would be worse than ordinary rounding to 8 bits (their range
+hardly holds 0, or does not) are rounded.
 """
 
 from __future__ import annotations
@@ -50,13 +53,21 @@ def split_blocks(weight: Float32, *, group: int) -> SplitWeight:
 
 
 @_quietly
-def hold_affine(codes: Codes, step: Float32, minimum: Float32, *, group: int, top: int) -> BlockWeight:
-    """Hold w = step * code + minimum in 8 bits with an integer zero point, as exactly as that can be.
+def affine(codes: Codes, step: Float32, minimum: Float32, *, bits: int, group: int) -> BlockWeight:
+    """w = step * code + minimum, as codes around their middle and a shift; exact to float32.
 
     Args:
-        codes: [N, K] integers 0 .. top. step, minimum: [N, K / group].
-        top: the largest code of the format, 15 or 31.
+        codes: [N, K], of so many bits. step, minimum: [N, K / group].
     """
+    middle = np.float32(1 << (bits - 1))
+    return BlockWeight(codes, step, None, bits, group, shift=minimum + middle * step)
+
+
+@_quietly
+def without_shift(weight: BlockWeight) -> BlockWeight:
+    """A matrix of 4 or 5 bits with a shift, in 8 bits with integer zero points, as exactly as that can be."""
+    codes, step, group, top = weight.codes, weight.scales, weight.group, (1 << weight.bits) - 1
+    minimum = weight.shifts() - np.float32(weight.midpoint) * step
     safe = np.where(step > 0, step, 1).astype(np.float64)
     offset = np.where(step > 0, -minimum / safe, 0.0)  # the float zero point, in codes
     best_error = np.full(step.shape, np.inf)

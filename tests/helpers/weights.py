@@ -1,7 +1,8 @@
 """Weights read back out of a converted graph, as the numbers the operators' own documentation says they are.
 
 The unpacking follows the description of com.microsoft.MatMulNBits and GatherBlockQuantized, not edgekv's packing: codes
-low nibble first, zero points packed the same way, w = (code - zero) * scale. What comes out loads into transformers.
+low nibble first, zero points packed the same way, w = (code - zero) * scale. A MatMul of the sums of the input's blocks
+that is added to a product adds its weight to every column of a block. What comes out loads into transformers.
 """
 
 from __future__ import annotations
@@ -31,22 +32,33 @@ def dequantised_state_dict(folder: Path) -> dict[str, torch.Tensor]:
         base = f"model.layers.{layer}"
         ends = np.cumsum([heads * size, kv_heads * size])
         packed = nodes[node.input[0]]
-        for part, rows in zip("qkv", np.split(_matrix(packed, stored), ends), strict=True):
+        for part, rows in zip("qkv", np.split(_matrix(packed, stored, nodes), ends), strict=True):
             state[f"{base}.self_attn.{part}_proj.weight"] = rows
-        if len(packed.input) > 5:
-            for part, rows in zip("qkv", np.split(stored[packed.input[5]], ends), strict=True):
+        product = nodes[packed.input[0]] if packed.op_type == "Add" else packed
+        if len(product.input) > 5:
+            for part, rows in zip("qkv", np.split(stored[product.input[5]], ends), strict=True):
                 state[f"{base}.self_attn.{part}_proj.bias"] = rows
         for name, place in (("o", "self_attn.o"), ("gate", "mlp.gate"), ("up", "mlp.up"), ("down", "mlp.down")):
-            state[f"{base}.{place}_proj.weight"] = _matrix(nodes[f"{layer}.{name}.out"], stored)
+            state[f"{base}.{place}_proj.weight"] = _matrix(nodes[f"{layer}.{name}.out"], stored, nodes)
         state[f"{base}.input_layernorm.weight"] = stored[f"{layer}.attn_norm"]
         state[f"{base}.post_attention_layernorm.weight"] = stored[f"{layer}.ffn_norm"]
     state["model.norm.weight"] = stored[f"{len(attention)}.attn_norm"]
-    state["lm_head.weight"] = _matrix(nodes["logits"], stored)
+    state["lm_head.weight"] = _matrix(nodes["logits"], stored, nodes)
     return {name: torch.from_numpy(np.array(array, np.float32)) for name, array in state.items()}
 
 
-def _matrix(node: onnx.NodeProto, stored: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """[N, K] float32 of a MatMulNBits node: inputs A, B, scales, zero_points, g_idx, bias."""
+def _matrix(
+    node: onnx.NodeProto, stored: dict[str, np.ndarray[Any, Any]], nodes: dict[str, onnx.NodeProto]
+) -> np.ndarray[Any, Any]:
+    """[N, K] float32 of a MatMulNBits node: inputs A, B, scales, zero_points, g_idx, bias; or with a shift."""
+    if node.op_type == "Add":
+        product, shift = (nodes[name] for name in node.input)
+        total = nodes[shift.input[0]]
+        blocks = nodes[total.input[0]]
+        group = int(stored[blocks.input[1]][-1])
+        assert (shift.op_type, total.op_type, blocks.op_type) == ("MatMul", "ReduceSum", "Reshape")
+        assert (blocks.input[0], stored[total.input[1]].tolist()) == (product.input[0], [3])
+        return _matrix(product, stored, nodes) + stored[shift.input[1]].T.repeat(group, axis=1)
     assert node.op_type == "MatMulNBits"
     bits, group = _attribute(node, "bits"), _attribute(node, "block_size")
     rows, columns = _attribute(node, "N"), _attribute(node, "K")

@@ -45,6 +45,7 @@ class Layer:
     half: bool = True  # scales that are float16 numbers
     bias: bool = False
     span: int = 256  # of codes of 8 bits, around 128
+    shift: bool = False  # each block has a float that is added
 
     def tensors(self, seed: int = 1) -> dict[str, np.ndarray[Any, Any]]:
         """As MatMulNBits takes them."""
@@ -58,9 +59,37 @@ class Layer:
             made["codes"] = made["codes"] % np.uint8(self.span) + np.uint8(128 - self.span // 2)
         if self.zeros:
             made["zeros"] = rng.integers(0, 256, (self.rows, -(-groups * self.bits // 8)), np.uint8)
+        if self.shift:
+            minima = (0.2 * rng.random((self.rows, groups)) - 0.15).astype(np.float16).astype(np.float32)
+            made["shift"] = np.ascontiguousarray((minima + self.middle * made["scales"]).T)
+            made["shape"], made["axis"] = np.array([1, -1, groups, self.group]), np.array([3])
         if self.bias:
             made["bias"] = rng.standard_normal(self.rows, np.float32)
         return made
+
+    @property
+    def middle(self) -> np.float32:
+        """The zero point, in the bits that the codes have."""
+        return np.float32(1 << (self.bits - 1) if self.span == 256 else self.span // 2)
+
+    def weights(self, seed: int) -> Any:
+        """[N, K] in float64, of a layer without zero points."""
+        made = self.tensors(seed)
+        codes = made["codes"].astype(np.float64)
+        if self.bits == 4:
+            codes = np.stack([codes % 16, codes // 16], -1).reshape(self.rows, -1, self.group)
+        blocks = (codes - (1 << (self.bits - 1))) * made["scales"][..., None]
+        return (blocks + made["shift"].T[..., None]).reshape(self.rows, -1)
+
+    def shifted(self, name: str, output: str, x: str = "x") -> list[onnx.NodeProto]:
+        """Its MatMulNBits, and what its shifts add, as build.py writes it."""
+        return [
+            self.node(name, f"{output}.product", x),
+            helper.make_node("Reshape", [x, f"{name}.shape"], [f"{output}.blocks"]),
+            helper.make_node("ReduceSum", [f"{output}.blocks", f"{name}.axis"], [f"{output}.sums"], keepdims=0),
+            helper.make_node("MatMul", [f"{output}.sums", f"{name}.shift"], [f"{output}.shift"]),
+            helper.make_node("Add", [f"{output}.product", f"{output}.shift"], [output]),
+        ]
 
     def node(self, name: str, output: str, x: str = "x", **attributes: Any) -> onnx.NodeProto:
         """Its MatMulNBits."""
@@ -152,10 +181,61 @@ def test_large_groups_round_inputs_by_32(group: int) -> None:
     tensors, groups = layer.tensors(0), -(-320 // group)
     codes = tensors["codes"].reshape(48, groups, group).astype(np.float64) - 128
     weights = (codes * tensors["scales"].reshape(48, groups, 1)).reshape(48, -1)[:, :320]
-    blocks = x.reshape(5, -1, 32)
+    assert error(own[0], rounded(x) @ weights.T) < TOLERANCE
+
+
+def rounded(x: Any) -> Any:
+    """[1, T, K] -> [T, K]: inputs in float64 as the operator takes them, bytes with a scale for every 32."""
+    blocks = x.reshape(x.shape[1], -1, 32)
     limits = np.abs(blocks).max(-1, keepdims=True)
-    rounded = np.rint(blocks * (np.float32(127) / limits)) * (limits / np.float32(127)).astype(np.float64)
-    assert error(own[0], rounded.reshape(5, -1) @ weights.T) < TOLERANCE
+    codes = np.rint(blocks * (np.float32(127) / limits))
+    return (codes * (limits / np.float32(127)).astype(np.float64)).reshape(x.shape[1:])
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize(("bits", "span", "packed_bits"), [(4, 256, 4), (8, 32, 5), (8, 64, 6), (8, 256, 8)])
+def test_shifts_become_minima(bits: int, span: int, packed_bits: int, tokens: int) -> None:
+    """Against float64. The graph in ONNX Runtime differs by what rounding the inputs does to what is added."""
+    layer, x = Layer(70, 320, bits, 32, zeros=False, span=span, shift=True), inputs(tokens, 320)
+    model = make_graph(layer.shifted("a", "y"), {"a": layer}, 70)
+    usual, own = both_ways(model, x)
+    (node,) = model.graph.node
+    assert [attribute(node, name, 0) for name in ("bits", "minima", "half")] == [packed_bits, 1, 1]
+    wanted = rounded(x) @ layer.weights(0).T
+    assert error(own[0], wanted) < TOLERANCE * 256 / span
+    assert error(usual[0], x[0] @ layer.weights(0).T) < 2e-2
+
+
+def test_gate_and_up_with_minima_become_one_node() -> None:
+    layer = Layer(64, 96, 4, 32, zeros=False, shift=True)
+    nodes = [
+        *layer.shifted("gate", "g"),
+        *layer.shifted("up", "u"),
+        helper.make_node("QuickGelu", ["g"], ["a"], domain="com.microsoft", alpha=1.0),
+        helper.make_node("Mul", ["a", "u"], ["y"]),
+    ]
+    model, x = make_graph(nodes, {"gate": layer, "up": layer}, 64), inputs(14, 96)
+    _, own = both_ways(model, x)
+    gate, up = (rounded(x) @ layer.weights(seed).T for seed in range(2))
+    assert [node.op_type for node in model.graph.node] == ["PackedMatMul"]
+    assert error(own[0], gate / (1 + np.exp(-gate)) * up) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(1, "x.other"), (2, "a.axis2"), (3, "a.shift2")], ids=["other sums", "another axis", "shape"]
+)
+def test_what_only_looks_like_a_shift_stays(place: int, name: str) -> None:
+    """Sums of another input, over another axis, or a matrix that is no constant."""
+    layer = Layer(96, 96, 4, 32, zeros=False, shift=True)
+    nodes = layer.shifted("a", "y")
+    nodes[place].input[0 if place == 1 else 1] = name
+    nodes.insert(0, helper.make_node("Neg", ["x"], ["x.other"]))
+    nodes.insert(0, helper.make_node("Neg", ["a.shift"], ["a.shift2"]))
+    model = make_graph(nodes, {"a": layer}, 96)
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), "a.axis2"))
+    usual, own = both_ways(model, inputs(3, 96))
+    assert "MatMul" in [node.op_type for node in model.graph.node]
+    assert error(own, usual) < TOLERANCE
 
 
 @pytest.mark.parametrize(("activation", "attributes"), [("QuickGelu", {"alpha": 1.0}), ("FastGelu", {})])

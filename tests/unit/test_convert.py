@@ -113,11 +113,11 @@ def test_rounded_floats_report_their_error(
 
 
 def test_lossy_int4_reports_its_error(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """Q4_1 is held in 8 bits; only --lossy int4 makes 4 of it, with its error and another fingerprint."""
-    source = write_gguf(tiny_models.source("one-layer"), tmp_path / "q.gguf", "Q4_1")
+    """Q5_1 is held in its 5 bits; only --lossy int4 makes 4 of it, with its error and another fingerprint."""
+    source = write_gguf(tiny_models.source("one-layer"), tmp_path / "q.gguf", "Q5_1")
     faithful = convert(source, tmp_path / "faithful")
     lossy = convert(source, tmp_path / "lossy", ConvertOptions(lossy="int4"))
-    assert (faithful.max_weight_error, faithful.model.description.scheme) == (0, "int8/32")
+    assert (faithful.max_weight_error, faithful.model.description.scheme) == (0, "int5+shift/32, int8/32")
     assert lossy.max_weight_error > 0.005
     assert lossy.model.description.scheme == "int4/32, int8/32 requantised"
     assert lossy.model.description.weight_bytes < faithful.model.description.weight_bytes

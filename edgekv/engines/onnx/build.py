@@ -22,6 +22,10 @@ output projection, residual + norm (one operator), gate, up, SiLU, down. Choices
 * bitsandbytes weights go to MatMulBnb4. It unpacks the whole matrix at each call: 1536x576 takes 0.25 to 0.46 ms where
   8-bit MatMulNBits takes 0.03, 8960x1536 takes 13 to 21 ms and 0.34 (2 cores, onnxruntime 1.32.0). table.py puts the
   project's own product in its place when a session is opened.
+* A shift (BlockWeight) is a second product: the sums of the input's blocks times the shifts, [K/group, N]. In
+  ONNX Runtime 3072x576 then takes 52 us a token, where 8 bits without a shift take 41 (2 cores). Its float zero points,
+  which would say the same in one node, take 1500, as they unpack the whole matrix at every step, and have no 8 bits.
+  The project's own product takes all of it as one (packed.py).
 * A layer that the publisher left in float is a MatMul. An embedding or head left so is a SplitWeight: the two 8-bit
   matrices lie side by side, [V, 2 E]; the head's input is repeated, the embedding's two halves are added.
 * accuracy_level is 4 (int8 activations inside MatMulNBits): level 0 runs at 1.6 tokens/s, level 1 five times slower.
@@ -56,6 +60,7 @@ from edgekv.weights.base import (
     Order,
     SplitWeight,
     WeightSource,
+    file_bits,
     same_order,
     stack_bnb4,
     stack_rows,
@@ -154,6 +159,7 @@ class _Linear:
     order: Order | None = None  # of the input's columns
     repeat: bool = False  # the input twice, side by side
     bias: str = ""  # added by an operator of its own
+    shift: str = ""  # times the sums of the input's blocks it is added, too
 
 
 @dataclass
@@ -168,6 +174,7 @@ class _Graph:
     inputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     ordered: dict[tuple[str, bytes], str] = field(default_factory=dict)  # input and order -> the Gather's output
+    summed: dict[tuple[str, int], str] = field(default_factory=dict)  # input and group -> the sums of its blocks
 
     def node(self, kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> str:
         domain = "" if kind in _STANDARD_DOMAIN else "com.microsoft"
@@ -207,14 +214,14 @@ def _require_finite(name: str, array: np.ndarray[Any, Any]) -> None:
 
 def pack_codes(weight: BlockWeight) -> Codes:
     """[N, K] codes -> [N, K/group, group * bits / 8] bytes, low nibble first."""
-    codes = weight.codes.reshape(len(weight.codes), -1, weight.group)
-    return codes if weight.bits == 8 else _pair(codes)
+    codes = weight.to_bits(file_bits(weight.bits)).codes.reshape(len(weight.codes), -1, weight.group)
+    return codes if weight.bits > 4 else _pair(codes)
 
 
 def pack_zeros(weight: BlockWeight) -> Codes | None:
     """[N, K/group] zero points -> bytes, two a byte in 4 bits, rows padded to whole bytes."""
-    if weight.zeros is None or weight.bits == 8:
-        return weight.zeros
+    if weight.zeros is None or weight.bits > 4:
+        return weight.to_bits(file_bits(weight.bits)).zeros
     return _pair(np.pad(weight.zeros, ((0, 0), (0, weight.zeros.shape[1] % 2))))
 
 
@@ -481,12 +488,13 @@ def _store_blocks(graph: _Graph, name: str, weight: BlockWeight, bias: Float32 |
         names.append(graph.constant(f"{name}.zeros", zeros))
     if bias is not None:
         names += [""] * (4 - len(names)) + [graph.constant(f"{name}.bias", bias)]
-    return _Linear("MatMulNBits", names, _nbits(graph, weight), weight.order)
+    shift = "" if weight.shift is None else graph.constant(f"{name}.shift", weight.shift.T)
+    return _Linear("MatMulNBits", names, _nbits(graph, weight), weight.order, shift=shift)
 
 
 def _nbits(graph: _Graph, weight: BlockWeight) -> dict[str, int]:
     rows, columns = weight.shape
-    layout = {"N": rows, "K": columns, "bits": weight.bits, "block_size": weight.group}
+    layout = {"N": rows, "K": columns, "bits": file_bits(weight.bits), "block_size": weight.group}
     return layout | {"accuracy_level": graph.accuracy_level}
 
 
@@ -509,10 +517,22 @@ def _matmul(graph: _Graph, linear: _Linear, x: str, output: str) -> str:
         x = _reorder(graph, x, linear.order)
     if linear.repeat:
         x = graph.node("Concat", [x, x], [f"{output}.in"], axis=-1)
-    if not linear.bias:
+    if not linear.bias and not linear.shift:
         return graph.node(linear.kind, [x, *linear.names], [output], **linear.attributes)
     product = graph.node(linear.kind, [x, *linear.names], [f"{output}.product"], **linear.attributes)
-    return graph.node("Add", [product, linear.bias], [output])
+    return graph.node("Add", [product, _shifted(graph, linear, x, output) if linear.shift else linear.bias], [output])
+
+
+def _shifted(graph: _Graph, linear: _Linear, x: str, output: str) -> str:
+    """What the shifts of a layer's blocks add to its output; the sums are made once for all layers that read x."""
+    group, columns = linear.attributes["block_size"], linear.attributes["K"]
+    if (x, group) not in graph.summed:
+        name = f"{x}.by{group}"
+        shape = graph.constant(f"{name}.shape", np.array([1, -1, columns // group, group], np.int64))
+        axis = graph.constant(f"{name}.axis", np.array([3], np.int64))
+        blocks = graph.node("Reshape", [x, shape], [f"{name}.blocks"])
+        graph.summed[x, group] = graph.node("ReduceSum", [blocks, axis], [name], keepdims=0)
+    return graph.node("MatMul", [graph.summed[x, group], linear.shift], [f"{output}.shift"])
 
 
 def _reorder(graph: _Graph, x: str, order: Order) -> str:

@@ -96,6 +96,11 @@ class OnnxEngine(CachedEngine):
         self._cache.bind(self._io)
         self._step = StepBuffers(self._io, options.chunk, model.spec.vocab_size, copied=options.device != "cpu")
 
+    @property
+    def packed(self) -> bool:
+        """Whether edgekv's own product holds the weights."""
+        return self._packed is not None
+
     def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
         """Dequantised keys (at the angles of slot + evicted) and values of slots start .. stop-1, each [K, n, D]; of a
         layer that holds only its last tokens those that are there."""

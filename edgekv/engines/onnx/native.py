@@ -27,7 +27,7 @@ CACHE_FORMAT = 3
 PACKED_WEIGHTS = "packed_weights"
 """The graph's input that holds all matrices of the project's own product (engines/onnx/packed.py)."""
 
-PACKING_FORMAT = 1
+PACKING_FORMAT = 2
 """The structures through which matrices are packed, that packed.py and a library must agree on (native/matmul.h)."""
 
 _EXPORTS = ("edgekv_cache_format", "edgekv_packing_format", "edgekv_table_instruction_set")

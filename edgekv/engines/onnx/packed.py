@@ -4,7 +4,8 @@ All matrices of a graph are packed into one block of memory, in the order in whi
 opened; the nodes say where theirs begins. That block is the only copy: ONNX Runtime, which would pack one of its own,
 is given no other, and the file is read a matrix at a time. Scales are held in 16 bits where that loses nothing, as
 with every scale that comes from a GGUF, AWQ or GPTQ file. Codes of 8 bits that lie close to their zero point are held
-in 4, 5 or 6: those of Q5_0 and Q6_K, for which MatMulNBits has no narrower form.
+in 4, 5 or 6: those of Q5_0 and Q6_K, for which MatMulNBits has no narrower form. A product of the sums of the input's
+blocks that is added to it (build.py, a shift) becomes the minima of one matrix.
 
 What surrounds a product becomes part of it where nothing else reads what lies between: gate and up projections and
 their SiLU or GELU are one node, the residual stream is added by the product that is added to it, and an RMS norm is
@@ -37,6 +38,7 @@ from edgekv.engines.onnx.adapt import NATIVE_DOMAIN
 from edgekv.engines.onnx.graphfile import tensor_array
 from edgekv.engines.onnx.native import PACKED_WEIGHTS
 from edgekv.engines.onnx.surgery import attribute
+from edgekv.weights.base import fits_half
 
 Array = np.ndarray[Any, Any]
 _LINE = 64  # bytes; native/matmul.h
@@ -57,6 +59,7 @@ class _Packing(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("zeros", ctypes.c_bool),
         ("half", ctypes.c_bool),
+        ("minima", ctypes.c_bool),
     )
 
 
@@ -67,6 +70,7 @@ class _Unpacked(ctypes.Structure):
         ("codes", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),
+        ("minima", ctypes.c_void_p),
         ("bits", ctypes.c_int),
         ("base", ctypes.c_int),
     )
@@ -82,6 +86,14 @@ class _Matrix:
     codes: onnx.TensorProto
     scales: Array
     zeros: onnx.TensorProto | None
+    shift: onnx.TensorProto | None = None  # [groups, N]
+
+    def minima(self, folder: Path) -> Array | None:
+        """[N, groups]: what the lowest code stands for."""
+        if self.shift is None:
+            return None
+        middle = np.float32(1 << (self.packing.bits - 1))
+        return np.ascontiguousarray(tensor_array(self.shift, folder).T - middle * self.scales)
 
     @property
     def panels(self) -> int:
@@ -96,7 +108,7 @@ class _Matrix:
     def _pack(self, folder: Path, step: int, out: Array, first: int, last: int) -> None:
         codes = np.ascontiguousarray(tensor_array(self.codes, folder))
         zeros = None if self.zeros is None else np.ascontiguousarray(tensor_array(self.zeros, folder))
-        parts = (codes, np.ascontiguousarray(self.scales), zeros)
+        parts = (codes, np.ascontiguousarray(self.scales), zeros, self.minima(folder))
         places = (None if part is None else part.ctypes.data for part in parts)
         source = _Unpacked(*places, self.bits, _base(self.bits, self.packing.bits))
         numbers, target = map(ctypes.c_int64, (first, last, step)), ctypes.c_void_p(out.ctypes.data)
@@ -145,6 +157,7 @@ class _Product:
             block_size=packing.group,
             zero_points=int(packing.zeros),
             half=int(packing.half),
+            minima=int(packing.minima),
             offset=offset,
             gate=self.gate,
             epsilon=self.epsilon,
@@ -170,6 +183,7 @@ def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) ->
     if not any(isinstance(step, _Product) for step in steps):
         return None
     outputs = {value.name for value in model.graph.output}
+    steps = _with_shifts(steps, outputs, {tensor.name: tensor for tensor in model.graph.initializer}, folder)
     for absorbed in (_with_gates, _with_sums, _with_norms):
         steps = absorbed(steps, outputs)
     products = [step for step in steps if isinstance(step, _Product)]
@@ -221,10 +235,16 @@ def _matrix(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], folder: 
     group, stored = attribute(node, "block_size", 0), attribute(node, "bits", 4)
     bits = stored if stored != 8 or zeros is not None else _narrowest(tensor_array(codes, folder), group)
     numbers = (attribute(node, "N", 0), attribute(node, "K", 0), bits, group)
-    packing = _Packing(*numbers, zeros is not None, _fits_half(values))
+    packing = _Packing(*numbers, zeros is not None, fits_half(values))
+    size = _packed_bytes(packing)
+    return _Matrix(packing, size, stored, codes, values, zeros) if size else None
+
+
+def _packed_bytes(packing: _Packing) -> int:
+    """What a matrix takes; 0 where the operator cannot take it."""
     size = ctypes.c_int64(0)
     native.functions().edgekv_packed_bytes(ctypes.byref(packing), ctypes.byref(size))
-    return _Matrix(packing, size.value, stored, codes, values, zeros) if size.value else None
+    return int(size.value)
 
 
 def _base(stored: int, bits: int) -> int:
@@ -245,11 +265,6 @@ def _narrowest(codes: Array, group: int) -> int:
     return bits
 
 
-def _fits_half(scales: Array) -> bool:
-    with np.errstate(over="ignore"):
-        return bool(np.array_equal(scales.astype(np.float16).astype(np.float32), scales))
-
-
 class _Uses:
     """Who makes and who reads each value."""
 
@@ -266,6 +281,11 @@ class _Uses:
         """The product that makes this value."""
         made = self.makers.get(name)
         return made if isinstance(made, _Product) else None
+
+    def node(self, name: str, kind: str) -> onnx.NodeProto | None:
+        """The node of this kind that makes this value."""
+        made = self.makers.get(name)
+        return made if made is not None and not isinstance(made, _Product) and made.op_type == kind else None
 
     def alone(self, name: str) -> bool:
         """Whether just one node reads it."""
@@ -288,6 +308,77 @@ Changes: TypeAlias = dict[int, list[Step]]
 
 def _exchanged(steps: Sequence[Step], changes: Changes) -> list[Step]:
     return [new for step in steps for new in changes.get(id(step), [step])]
+
+
+Tensors: TypeAlias = dict[str, onnx.TensorProto]
+
+
+def _with_shifts(steps: list[Step], outputs: set[str], tensors: Tensors, folder: Path) -> list[Step]:
+    """Products of the sums of the input's blocks made part of the product that they are added to."""
+    uses, changes = _Uses(steps, outputs), Changes()
+    for step in steps:
+        found = _product_and_shift(step, uses, tensors)
+        if found is not None:
+            product, shift = found
+            matrix = _shifted(product.matrices[0], tensors.get(shift.input[1]), folder)
+            if matrix is not None:
+                whole = replace(product, matrices=(matrix,), output=_outputs(step)[0])
+                changes |= {id(product): [], id(shift): [], id(step): [whole]}
+    return _without_unread(_exchanged(steps, changes), outputs)
+
+
+def _product_and_shift(step: Step, uses: _Uses, tensors: Tensors) -> tuple[_Product, onnx.NodeProto] | None:
+    """The product and the node that makes what is added to it, if this step is their sum."""
+    if isinstance(step, _Product) or step.op_type != "Add":
+        return None
+    for straight, added in (tuple(step.input), tuple(step.input)[::-1]):
+        product, shift = uses.product(straight), uses.node(added, "MatMul")
+        if product is None or shift is None or not uses.alone(straight) or not uses.alone(added):
+            continue
+        if _sums_blocks_of(product, uses.node(shift.input[0], "ReduceSum"), uses, tensors):
+            return product, shift
+    return None
+
+
+def _sums_blocks_of(product: _Product, total: onnx.NodeProto | None, uses: _Uses, tensors: Tensors) -> bool:
+    """Whether this node sums the blocks of what the product reads: [1, T, groups, group] over the last axis."""
+    if total is None or attribute(total, "keepdims", 1):
+        return False
+    blocks, packing = uses.node(total.input[0], "Reshape"), product.matrices[0].packing
+    if blocks is None or blocks.input[0] != product.x:
+        return False
+    shape, axes = (_integers(tensors.get(name)) for name in (blocks.input[1], *total.input[1:2]))
+    return shape == [1, -1, packing.inputs // packing.group, packing.group] and axes == [3]
+
+
+def _integers(tensor: onnx.TensorProto | None) -> list[int]:
+    inside = tensor is not None and tensor.data_location != TensorProto.EXTERNAL
+    return onnx.numpy_helper.to_array(tensor).tolist() if tensor is not None and inside else []
+
+
+def _shifted(matrix: _Matrix, shift: onnx.TensorProto | None, folder: Path) -> _Matrix | None:
+    """The matrix with minima; None where the operator cannot have them."""
+    packing = _Packing.from_buffer_copy(matrix.packing)
+    groups = packing.inputs // packing.group
+    if shift is None or list(shift.dims) != [groups, packing.outputs] or packing.zeros:
+        return None
+    whole = replace(matrix, packing=packing, shift=shift)
+    minima = whole.minima(folder)
+    packing.minima, packing.half = True, packing.half and minima is not None and fits_half(minima)
+    size = _packed_bytes(packing)
+    return replace(whole, size=size) if size else None
+
+
+def _without_unread(steps: list[Step], outputs: set[str]) -> list[Step]:
+    """Without the sums and the blocks that nothing reads any more."""
+    for kind in ("ReduceSum", "Reshape"):
+        read = {name for step in steps for name in step.input} | outputs
+        steps = [
+            step
+            for step in steps
+            if isinstance(step, _Product) or step.op_type != kind or any(name in read for name in step.output)
+        ]
+    return steps
 
 
 def _with_gates(steps: list[Step], outputs: set[str]) -> list[Step]:

@@ -5,7 +5,8 @@
     BlockLinear    codes as they are, dequantised at every call: what the kernel does not take (8 bits, blocks of 16)
     Bnb4Linear     bitsandbytes' codes, by that library where it is installed
 
-torch's kernel computes w = (code - 8) * scale + offset, so a zero point z becomes offset = (8 - z) * scale. Scale and
+torch's kernel computes w = (code - 8) * scale + offset, so a zero point z becomes offset = (8 - z) * scale, to which a
+block's shift is added. Scale and
 offset are held in bfloat16, which is where its error of a few thousandths comes from. It takes groups of 32, 64, 128
 and 256 columns: larger ones are split, which is exact; smaller ones are merged where two neighbours have the same scale
 and zero point. In act-order the input's columns are put in the weight's order first.
@@ -73,15 +74,13 @@ def kernel_layout(weight: BlockWeight) -> BlockWeight | None:
 
 
 def _merged(weight: BlockWeight) -> BlockWeight | None:
-    """Pairs of groups made one where every pair has the same scale and zero point."""
-    scales = weight.scales
-    if weight.shape[1] % (2 * weight.group) or (scales[:, ::2] != scales[:, 1::2]).any():
+    """Pairs of groups made one where every pair has the same scale, zero point and shift."""
+    parts = {"scales": weight.scales, "zeros": weight.zeros, "shift": weight.shift}
+    there = {name: part for name, part in parts.items() if part is not None}
+    if weight.shape[1] % (2 * weight.group) or any((part[:, ::2] != part[:, 1::2]).any() for part in there.values()):
         return None
-    zeros = weight.zeros
-    if zeros is not None and (zeros[:, ::2] != zeros[:, 1::2]).any():
-        return None
-    kept = None if zeros is None else zeros[:, ::2]
-    return replace(weight, scales=scales[:, ::2], zeros=kept, group=2 * weight.group)
+    kept: dict[str, Any] = {name: part[:, ::2] for name, part in there.items()}
+    return replace(weight, group=2 * weight.group, **kept)
 
 
 class Int4Linear(nn.Module):
@@ -94,7 +93,8 @@ class Int4Linear(nn.Module):
         self._order = None if weight.order is None else torch.from_numpy(weight.order.astype(np.int64)).to(device)
         self._codes = _pack_cpu(weight) if self._on_cpu else _pack_cuda(weight, device)
         scales = torch.from_numpy(weight.scales)
-        offsets = scales * (8 - torch.from_numpy(weight.zero_points().astype(np.float32)))
+        zeros = torch.from_numpy(weight.zero_points().astype(np.float32))
+        offsets = scales * (8 - zeros) + torch.from_numpy(weight.shifts())
         pairs = torch.stack([scales, offsets], dim=-1).transpose(0, 1)  # [K/group, N, 2]
         self._scales = pairs.contiguous().to(device, torch.bfloat16)
         self._bias = None if bias is None else bias.to(device, torch.bfloat16)
@@ -125,7 +125,7 @@ def _pack_cuda(weight: BlockWeight, device: torch.device) -> Tensor:
 
 
 class BlockLinear(nn.Module):
-    """Codes with scales and zero points, dequantised at every call."""
+    """Codes with scales, zero points and shifts, dequantised at every call."""
 
     def __init__(self, weight: BlockWeight, bias: Tensor | None, device: torch.device) -> None:
         super().__init__()
@@ -138,6 +138,7 @@ class BlockLinear(nn.Module):
         self._codes = torch.from_numpy(np.ascontiguousarray(codes)).to(device)  # [N, K] or [N, K/2], low nibble first
         self._scales = torch.from_numpy(weight.scales).to(device)  # [N, K/group]
         self._zeros = None if weight.zeros is None else torch.from_numpy(weight.zeros).to(device)
+        self._shift = None if weight.shift is None else torch.from_numpy(weight.shift).to(device)
         self._bias = None if bias is None else bias.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,6 +155,8 @@ class BlockLinear(nn.Module):
         blocks = codes.view(len(codes), -1, self._group).float()
         zeros: Any = self._midpoint if self._zeros is None else self._zeros[..., None].float()
         weight: Tensor = (blocks - zeros) * self._scales[..., None]
+        if self._shift is not None:
+            weight = weight + self._shift[..., None]
         return weight.to(dtype).view(codes.shape)
 
 
