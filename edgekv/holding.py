@@ -47,7 +47,7 @@ class ConvertOptions:
     bits: int = about("Bits of rounded weights, 4 or 8 (float sources).", default=4)
     group: int = about("Columns that share a scale: 32, 64 or 128 (float sources).", default=32)
     lossy: Lossy = about(
-        "int4 rounds what would need 8 bits to 4; int8 rounds bitsandbytes' codes to 8, for speed. Both at a loss.",
+        "int4 rounds what has more than 4 bits to 4; int8 rounds bitsandbytes' codes to 8, for speed. Both at a loss.",
         default="",
     )
 

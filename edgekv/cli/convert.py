@@ -19,7 +19,7 @@ from edgekv.holding import ConvertOptions
 def command(source: Path, out: Path, **values: Any) -> None:
     """Make the model directory OUT from SOURCE: a GGUF file, or a folder with config.json and safetensors.
 
-    What the publisher stored as integers is kept; see the README for what is held in 8 bits.
+    What the publisher stored as integers is kept; see the README for what is rounded.
     """
     from edgekv.convert import convert
 
