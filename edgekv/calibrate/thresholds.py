@@ -62,7 +62,7 @@ CENTRE_GAIN = 4.0
 """How much finer a pair's scale must become for its mean to be taken out."""
 
 MAX_PAIRS = 16
-"""Pairs in all; the operator takes up to 32 (native/kernels.h)."""
+"""Pairs in all: each costs the attention two products a slot."""
 
 
 def centre(seen: Observer, options: CalibrateOptions) -> Float32 | None:

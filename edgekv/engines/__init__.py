@@ -1,7 +1,8 @@
 """Backends, each in its own package behind the protocol of base.py; heavy imports happen when one is opened.
 
     onnx    ONNX Runtime: the base install, on CPU and CUDA
-    torch   transformers over edgekv's own cache: the extra `torch`; FP8 caches, Triton kernels on CUDA
+    torch   transformers over edgekv's own cache: the extra `torch`; Triton kernels on CUDA, FP8 caches there or where
+            edgekv's own operator was not built
 
 `choose` says which one serves a request, and why, before anything heavy is imported.
 """
@@ -56,14 +57,22 @@ def choose(engine: EngineName, device: str, dtype: KVDtype) -> Choice:
 
 def _better(device: str, dtype: KVDtype) -> Choice:
     """Between the two, both being installed."""
-    if dtype == "fp8":
-        return Choice("torch", "the only one with an FP8 cache")
     if dtype in OWN_OPERATOR_ONLY:
         return Choice("onnx", f"the only one with a {dtype.upper()} cache")
     if device == "cpu":
-        return Choice("onnx", "the faster one on a CPU")
+        return _on_cpu(dtype)
+    if dtype == "fp8":
+        return Choice("torch", "the only one with an FP8 cache there")
     import torch
 
     if torch.cuda.is_available():
         return Choice("torch", "its kernels read the cache as it is stored; not measured against onnx yet")
     return Choice("onnx", "this torch has no CUDA")
+
+
+def _on_cpu(dtype: KVDtype) -> Choice:
+    from edgekv.engines.onnx import native
+
+    if dtype == "fp8" and native.unavailable():
+        return Choice("torch", "the only one here with an FP8 cache")
+    return Choice("onnx", "the faster one on a CPU")

@@ -32,6 +32,17 @@ def round_e4m3(x: Float32) -> Float32:
     return np.clip(np.round(x / step) * step, -448, 448).astype(np.float32)
 
 
+def _e4m3_numbers() -> Float32:
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    sizes = np.where(exponent > 0, np.ldexp(8.0 + mantissa, exponent - 10), np.ldexp(mantissa, -9))
+    return np.asarray(np.where(bits < 128, sizes, -sizes), np.float32)
+
+
+E4M3: Float32 = _e4m3_numbers()
+"""What each byte of FP8 stands for, [256]. The two that are no numbers, 127 and 255, are never stored."""
+
+
 def quantize(x: Float32, scales: Float32, dtype: KVDtype) -> Float32:
     """Codes of `x`, as floats (integers for int8 and int4, E4M3 values for fp8).
 

@@ -27,7 +27,7 @@ BITS: dict[KVDtype, tuple[int, int]] = {
 """Of a number in keys, and of one in values."""
 
 OWN_OPERATOR_ONLY: tuple[KVDtype, ...] = ("k8v4",)
-"""What nothing but edgekv's own attention operator holds."""
+"""What nothing but edgekv's own attention operator holds; FP8 is held by it and by the torch engine."""
 
 ROW_FACTORS: tuple[KVDtype, ...] = ("int8", "k8v4")
 """Where edgekv's own operator stores a factor with each row (kv/rows.py)."""

@@ -50,7 +50,7 @@ constexpr int kMaxRows = 32;  // query rows that one unit of work handles
 constexpr int kMaxTileSlots = 1024;  // slots of a tile: the integer sums of INT8 fit 32 bits up to here, or up to fewer
 constexpr int kCacheFormat = 3;  // of what is described above; 1 had no factors, 2 neither K8V4 nor FP8
 constexpr int kFactorBytes = 2;  // of a row of codes
-constexpr int kMaxTurned = 32;  // pairs of channels whose centre is taken out of the keys
+constexpr int kMaxTurned = kMaxDim / 2;  // pairs of channels whose centre is taken out of the keys
 
 enum class CacheType { kFloat, kInt8, kK8V4, kFp8 };
 constexpr int kCacheTypes = 4;

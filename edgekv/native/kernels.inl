@@ -497,21 +497,34 @@ void score_tile(const Problem& p, const Unit& unit, const Tile& tile, Work<Cache
   }
 }
 
-// Put the centre's part back into one row of raw scores.
-template <class Cache>
-void add_centre(const Problem& p, const Tile& tile, int row, Work<Cache>& work) {
+// Add to one row of raw scores what P pairs of the centre make of it, from pair `first` on.
+template <int P, class Cache>
+EDGEKV_APART void add_turns(const Problem& p, const Tile& tile, int row, int first, Work<Cache>& work) {
   using F = typename simd::F;
   float* scores = work.scores + int64_t{row} * work.tile_slots;
-  const float* turn = work.turn[tile.pinned][row];
-  for (int i = 0; i < p.turned; i++) {
-    const F a = simd::set(turn[2 * i]), b = simd::set(turn[2 * i + 1]);
-    const float* cosine = p.turns + i * p.slots + tile.slot;
-    const float* sine = p.turns + (p.turned + i) * p.slots + tile.slot;
-    for (int s = 0; s < tile.slots; s += simd::kWidth) {
-      const F sum = simd::fma(b, simd::load(sine + s), simd::load(scores + s));
-      simd::store(scores + s, simd::fma(a, simd::load(cosine + s), sum));
+  const float* turn = work.turn[tile.pinned][row] + 2 * first;
+  const float* cosine = p.turns + first * p.slots + tile.slot;
+  const float* sine = cosine + p.turned * p.slots;
+  F a[P], b[P];
+  EDGEKV_UNROLL
+  for (int i = 0; i < P; i++) a[i] = simd::set(turn[2 * i]), b[i] = simd::set(turn[2 * i + 1]);
+  for (int s = 0; s < tile.slots; s += simd::kWidth) {
+    F sum = simd::load(scores + s);
+    EDGEKV_UNROLL
+    for (int i = 0; i < P; i++) {
+      sum = simd::fma(b[i], simd::load(sine + i * p.slots + s), sum);
+      sum = simd::fma(a[i], simd::load(cosine + i * p.slots + s), sum);
     }
+    simd::store(scores + s, sum);
   }
+}
+
+// Put the centre's part back into one row of raw scores. FP8 has all pairs: four at a time leave scores in registers.
+template <class Cache>
+void add_centre(const Problem& p, const Tile& tile, int row, Work<Cache>& work) {
+  int i = 0;
+  for (; i + 4 <= p.turned; i += 4) add_turns<4>(p, tile, row, i, work);
+  for (; i < p.turned; i++) add_turns<1>(p, tile, row, i, work);
 }
 
 // softcap tanh(score / softcap), in place. With e = 2^(2 x log2 e), tanh x = (e - 1) / (e + 1); its absolute error of a

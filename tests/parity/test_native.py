@@ -35,8 +35,9 @@ from edgekv.engines.onnx.ring import RingCache
 from edgekv.engines.rope import rope_tables
 from edgekv.errors import CacheFull, InvalidOption, UnsupportedModel
 from edgekv.generate import Timeline
+from edgekv.kv.quant import E4M3, quantize
 from edgekv.kv.rows import code_items, mixed_channels, operator_scales, own_rows, pack
-from edgekv.kv.spec import KVDtype, KVSpec, scales_dtype
+from edgekv.kv.spec import ROW_FACTORS, KVDtype, KVSpec, scales_dtype
 from edgekv.kv.window import Move
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import AttentionSpec, ModelSpec, RopeSpec
@@ -61,6 +62,20 @@ def open_native(open_onnx: OpenEngine) -> OpenEngine:
 
 
 # ---- the operator alone ---------------------------------------------------------------------------------------------
+
+
+NUMBERS: dict[KVDtype, int] = {
+    "int8": TensorProto.INT8,
+    "k8v4": TensorProto.INT8,
+    "fp8": TensorProto.UINT8,
+    "float": TensorProto.FLOAT,
+}
+"""The type of the cache's inputs."""
+
+
+def fp8_bits(numbers: Any) -> Any:
+    """The bytes of numbers that are E4M3's."""
+    return (np.searchsorted(E4M3[:127], np.abs(numbers)) + 128 * np.signbit(numbers)).astype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -152,6 +167,8 @@ class Operator:
         if self.dtype == "float":
             return [keys, values]
         parts = zip("kv", (keys, values), self.measured, strict=True)
+        if self.dtype == "fp8":
+            return [fp8_bits(quantize(rows, scales[:, None], "fp8")) for _, rows, scales in parts]
         return [own_rows(self.dtype, part)[0](rows, scales[:, None]) for part, rows, scales in parts]
 
     def twin(self) -> np.ndarray[Any, Any]:
@@ -175,7 +192,7 @@ class Operator:
     def _session(self, attributes: dict[str, Any]) -> Any:
         import onnxruntime
 
-        call, number = self.call, TensorProto.FLOAT if self.dtype == "float" else TensorProto.INT8
+        call, number = self.call, NUMBERS[self.dtype]
         angles = "angles" if call.pairs else ""
         names = ["qkv", "past_k.0", "past_v.0", "state", angles, *(["scales"] if self.dtype != "float" else [])]
         types = [TensorProto.FLOAT, number, number, TensorProto.INT64, TensorProto.FLOAT, TensorProto.FLOAT]
@@ -204,6 +221,8 @@ class Operator:
         shape = (call.kv_heads, call.before, code_items(call.dim, self.dtype, part))
         if self.dtype == "float":
             return (random.normal(size=shape) * call.size).astype(np.float32)
+        if self.dtype == "fp8":
+            return fp8_bits(quantize(random.normal(size=shape) * 25, np.float32(1), "fp8"))
         factors = np.exp2(random.integers(-3, 2, (*shape[:2], 1))).astype(np.float32)
         if (self.dtype, part) == ("k8v4", "v"):  # as large as new ones: r f (H code) / n with codes of 4.6 on average
             factors *= np.float32(np.sqrt(mixed_channels(call.dim)) * call.size / 4.6 / np.sqrt(4 * call.size / 127))
@@ -216,7 +235,9 @@ class Operator:
 
     def _stored(self, part: int, total: int) -> Any:
         rows = self.cache.read("kv"[part], 0, 0, total)
-        if self.dtype != "float":
+        if self.dtype == "fp8":
+            rows = E4M3[rows] * self.measured[part][:, None]
+        elif self.dtype != "float":
             rows = own_rows(self.dtype, "kv"[part])[1](rows, self.measured[part][:, None])
         gone = np.zeros((rows.shape[0], total - rows.shape[1], rows.shape[2]))  # of a ring; never seen
         return np.concatenate([gone, rows.astype(np.float64)], axis=1)
@@ -257,14 +278,16 @@ CALLS = (
 
 
 def codes_of(rows: Any, dtype: KVDtype, part: str) -> Any:
-    """The codes of rows, one an item."""
+    """The codes of rows, one an item; of FP8 a count of numbers from 0."""
+    if dtype == "fp8":
+        return np.where(rows < 128, rows.astype(int), 128 - rows.astype(int))
     codes = rows[..., :-2].astype(int)
     if (dtype, part) != ("k8v4", "v"):
         return codes
     return np.concatenate([(codes % 16 ^ 8) - 8, codes >> 4], axis=-1)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "k8v4", "float"])
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "fp8", "float"])
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_operator_equals_the_twin(call: Call, dtype: KVDtype) -> None:
     """Written rows are the reference's, other rows are untouched, the output is the twin's."""
@@ -282,11 +305,24 @@ def test_operator_equals_the_twin(call: Call, dtype: KVDtype) -> None:
             difference = np.abs(codes_of(new, dtype, part) - codes_of(wanted, dtype, part))
             assert difference.max() <= 1
             assert np.mean(difference > 0) < 2e-3
+        if dtype in ROW_FACTORS:
             factors = [np.ascontiguousarray(rows[..., -2:]).view("<u2").astype(int) for rows in (new, wanted)]
             assert np.abs(factors[0] - factors[1]).max() <= 1
     errors = relative_errors(found, operator.twin())
     # tanh as (e - 1) / (e + 1) is off by a few float32 steps of 1, which are 1.2e-7, and a score by cap times that.
-    assert errors.max() < (1e-5 + 1e-6 * call.softcap if dtype == "float" else OPERATOR_TOLERANCE)
+    assert errors.max() < (OPERATOR_TOLERANCE if dtype in ROW_FACTORS else 1e-5 + 1e-6 * call.softcap)
+
+
+def test_every_number_of_fp8_is_written_and_read_exactly() -> None:
+    """Values of the only token there is come out as they went in, to the last bit."""
+    operator = Operator(Call(1, 1, 256, 64, before=0, tokens=1), "fp8")
+    operator.measured[1] = operator.scales[1] = 0.75
+    numbers = np.nan_to_num(E4M3)
+    numbers[[127, 255]] = 0  # no numbers
+    operator.qkv[0, 0, 512:] = numbers * np.float32(0.75)
+    found = operator.run()
+    np.testing.assert_array_equal(found[0, 0], numbers * np.float32(0.75))
+    np.testing.assert_array_equal(E4M3[operator.cache.read("v", 0, 0, 1)[0, 0]], numbers)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +497,7 @@ def close(found: Any, wanted: Any, dtype: KVDtype) -> None:
     assert errors.max() < 1e-5 if dtype == "float" else errors.mean() < (0.01 if dtype == "int8" else 0.05)
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4"])
+@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "fp8"])
 def test_one_by_one_equals_all_at_once(tiny_models: TinyModels, open_native: OpenEngine, dtype: KVDtype) -> None:
     """Case C07: decoding and prefill are different kernels and give the same cache, before and after evictions."""
     ids = random_ids(150)
@@ -477,7 +513,7 @@ def test_one_by_one_equals_all_at_once(tiny_models: TinyModels, open_native: Ope
         assert relative_errors(results[1], results[0]).max() < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4"])
+@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "fp8"])
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
 def test_a_run_over_evictions(
     tiny_models: TinyModels, open_native: OpenEngine, dtype: KVDtype, windows: bool, monkeypatch: pytest.MonkeyPatch
@@ -550,7 +586,7 @@ def test_parts_that_do_not_fit_are_an_error(state: list[int]) -> None:
         np.testing.assert_array_equal(block, old)
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4"])
+@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "fp8"])
 def test_a_saved_ring_is_put_back(tiny_models: TinyModels, open_native: OpenEngine, dtype: KVDtype) -> None:
     """After the ring has turned: rows come out in the order of tokens, and the copy goes on as the original does."""
     ids = random_ids(220)
@@ -621,7 +657,7 @@ def test_truncate_then_go_on(tiny_models: TinyModels, open_native: OpenEngine) -
         gqa.close()
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4"])
+@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "fp8"])
 def test_free_slots_are_never_read(tiny_models: TinyModels, open_native: OpenEngine, dtype: KVDtype) -> None:
     """What evicted tokens left behind has no influence: it is overwritten with poison after every step."""
     ids = random_ids(150)
@@ -634,7 +670,7 @@ def test_free_slots_are_never_read(tiny_models: TinyModels, open_native: OpenEng
             if poison:
                 for part, layer in [(part, layer) for part in "kv" for layer in range(engine.spec.num_layers)]:
                     free = engine._cache.read(part, layer, engine.length, engine.kv.capacity)
-                    worst = np.nan if dtype == "float" else -128
+                    worst = {"float": np.nan, "fp8": 255}.get(dtype, -128)
                     engine._cache.write(part, layer, engine.length, np.full_like(free, worst))
             parts.append(timeline.append(ids[start : start + 6], all_logits=True)[0])
         results.append(np.concatenate(parts))
@@ -795,18 +831,19 @@ def test_slots_of_a_ring(capacity: int, window: int, stride: int, slots: int) ->
 
 
 def test_auto_chooses_what_serves(tiny_models: TinyModels) -> None:
-    """INT8, K8V4 and float run natively; whatever else does not serve runs as before, and a demand is refused."""
+    """All but INT4 run natively; whatever else does not serve runs as before, and a demand is refused."""
     model = tiny_models.converted("llama")
-    scales = {dtype: scales_for(tiny_models, "llama", dtype) for dtype in ("float", "int8", "k8v4", "int4")}
-    for dtype, wanted in (("float", "native"), ("int8", "native"), ("k8v4", "native"), ("int4", "gqa")):
-        engine = open_engine(model, KVSpec(64, dtype), scales[dtype], OnnxOptions(threads=2))
-        assert engine.attention == wanted
+    scales = {dtype: scales_for(tiny_models, "llama", dtype) for dtype in ("float", "int8", "k8v4", "fp8", "int4")}
+    for dtype, given in scales.items():
+        engine = open_engine(model, KVSpec(64, dtype), given, OnnxOptions(threads=2))
+        assert engine.attention == ("gqa" if dtype == "int4" else "native")
         assert isinstance(engine, Engine)
         engine.close()
     with pytest.raises(UnsupportedModel, match="int4"):
         open_engine(model, KVSpec(64, "int4"), scales["int4"], OnnxOptions(attention="native"))
-    with pytest.raises(UnsupportedModel, match=r"K8V4.*own attention operator.*asked for.*--kv-dtype int8"):
-        open_engine(model, KVSpec(64, "k8v4"), scales["k8v4"], OnnxOptions(attention="gqa"))
+    for dtype in ("k8v4", "fp8"):
+        with pytest.raises(UnsupportedModel, match=rf"{dtype.upper()}.*own attention.*asked for.*--kv-dtype int8"):
+            open_engine(model, KVSpec(64, dtype), scales[dtype], OnnxOptions(attention="gqa"))
     odd = replace(model.spec, head_dim=24)
     assert "head size 24" in str(native.refusal(odd, KVSpec(64), "cpu"))
     assert "cuda" in str(native.refusal(model.spec, KVSpec(64), "cuda"))
@@ -831,8 +868,9 @@ def test_without_the_library_everything_still_works(
         engine.close()
         with pytest.raises(UnsupportedModel, match=words):
             open_engine(model, KVSpec(64, "float"), None, OnnxOptions(attention="native"))
-        with pytest.raises(UnsupportedModel, match=rf"K8V4.*{words}.*--kv-dtype int8"):
-            open_engine(model, KVSpec(64, "k8v4"), None, OnnxOptions())
+        for dtype in ("k8v4", "fp8"):
+            with pytest.raises(UnsupportedModel, match=rf"{dtype.upper()}.*{words}.*--kv-dtype int8"):
+                open_engine(model, KVSpec(64, dtype), None, OnnxOptions())
 
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

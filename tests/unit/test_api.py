@@ -11,6 +11,7 @@ from helpers.chat import make_chat_model
 
 import edgekv
 from edgekv.api import open_engine
+from edgekv.engines.onnx import native
 from edgekv.generate import Event
 from edgekv.model.converted import ConvertedModel
 from edgekv.options import plan_for
@@ -227,10 +228,15 @@ def test_bad_loads(chat_model: ConvertedModel, tmp_path: Path) -> None:
         edgekv.load(str(tmp_path / "nothing"))
 
 
-def test_an_fp8_cache_is_refused_at_load(chat_model: ConvertedModel) -> None:
+def test_a_cache_that_no_operator_holds_is_refused_at_load(
+    chat_model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """case C09: a combination that does not run is refused when it is loaded, with what to use instead."""
+    monkeypatch.setattr(native, "library", lambda: tmp_path / "nothing.so")
     with pytest.raises(edgekv.EdgeKVError, match="--kv-dtype int8"):
         edgekv.load(chat_model.folder, memory="4GiB", kv_dtype="fp8", engine="onnx")
+    with pytest.raises(edgekv.EdgeKVError, match="--kv-dtype int8"):
+        edgekv.load(chat_model.folder, memory="4GiB", kv_dtype="k8v4")
 
 
 def test_the_cache_is_as_large_as_its_engine_says(chat_model: ConvertedModel) -> None:

@@ -34,6 +34,7 @@ from edgekv.calibrate.thresholds import (
     thresholds,
 )
 from edgekv.convert import convert
+from edgekv.engines.onnx import native
 from edgekv.engines.onnx.engine import open_engine
 from edgekv.errors import EngineError, InvalidOption, UnsupportedModel
 from edgekv.evaluate.rows import ErrorMeter
@@ -528,7 +529,10 @@ def test_files_can_be_read_instead(model: ConvertedModel, tmp_path: Path) -> Non
     assert (report.scales.k == report.scales.k[..., :1]).all()
 
 
-def test_a_cache_that_no_engine_holds_is_checked_without_running_it(model: ConvertedModel) -> None:
+def test_a_cache_that_no_engine_holds_is_checked_without_running_it(
+    model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: tmp_path / "nothing.so")
     report = calibrate(model, tokenizer(), None, Opener(model), CalibrateOptions(tokens=256, dtype="fp8"))
     assert report.perplexity_quantised is None
     assert report.ratio is None

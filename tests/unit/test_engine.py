@@ -39,11 +39,13 @@ def model(tiny_models: TinyModels) -> ConvertedModel:
 @pytest.fixture(scope="module")
 def scales(tiny_models: TinyModels) -> dict[str, KVScales]:
     """By dtype, per channel."""
-    dtypes: tuple[KVDtype, ...] = ("int8", "int4")
+    dtypes: tuple[KVDtype, ...] = ("int8", "int4", "fp8")
     return {dtype: measured_scales(tiny_models.converted("llama"), dtype, "channel", IDS) for dtype in dtypes}
 
 
-@pytest.fixture(params=["gqa-float", "gqa-int8", "gqa-int4", "native-float", "native-int8", "native-k8v4"])
+@pytest.fixture(
+    params=["gqa-float", "gqa-int8", "gqa-int4", "native-float", "native-int8", "native-k8v4", "native-fp8"]
+)
 def engine(request: Any, model: ConvertedModel, scales: dict[str, KVScales]) -> Iterator[OnnxEngine]:
     """An engine of each operator and dtype, 64 slots, holding 40 tokens after an eviction of 8."""
     attention, dtype = request.param.split("-")
@@ -223,7 +225,7 @@ def test_rows_are_the_dequantised_cache(engine: OnnxEngine, model: ConvertedMode
         ):
             assert part.shape == (model.spec.num_kv_heads, 4, model.spec.head_dim)
             np.testing.assert_array_equal(part, whole[:, 5:9])
-            bound = {"float": 1e-6, "int8": 0.05, "k8v4": 0.2, "int4": 0.6}[engine.kv.dtype]
+            bound = {"float": 1e-6, "int8": 0.05, "k8v4": 0.2, "fp8": 0.1, "int4": 0.6}[engine.kv.dtype]
             assert np.linalg.norm(part - wanted) <= bound * np.linalg.norm(wanted)
     exact.close()
 
@@ -240,7 +242,7 @@ def test_close_frees_the_session(engine: OnnxEngine) -> None:
 @pytest.mark.parametrize(
     ("kv", "device", "hint"),
     [
-        (KVSpec(64, "fp8"), "cpu", "int8"),
+        (KVSpec(64, "fp8"), "cuda", "int8"),
         (KVSpec(64, "fp16"), "cpu", "int8"),
         (KVSpec(64, "int4", "tensor"), "cpu", "channel"),
         (KVSpec(64, "int8"), "abacus", "cpu"),

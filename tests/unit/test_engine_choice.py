@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edgekv import engines
 from edgekv.engines import choose
+from edgekv.engines.onnx import native
 from edgekv.errors import DependencyMissing, InvalidOption
 
 
@@ -24,7 +26,11 @@ def test_auto_on_a_cpu_is_the_faster_one() -> None:
     assert str(choice) == "onnx engine (the faster one on a CPU)"
 
 
-def test_auto_takes_the_one_that_can() -> None:
+def test_auto_takes_the_one_that_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 is held by edgekv's own operator and by torch."""
+    assert choose("auto", "cpu", "fp8").name == ("torch" if native.unavailable() else "onnx")
+    assert choose("auto", "cuda", "fp8").name == "torch"
+    monkeypatch.setattr(native, "library", lambda: tmp_path / "nothing.so")
     assert choose("auto", "cpu", "fp8").name == "torch"
     assert choose("auto", "cuda", "k8v4").name == "onnx"
 

@@ -20,6 +20,7 @@ _TENSOR_TYPES = {
     "int8": TensorProto.INT8,
     "k8v4": TensorProto.INT8,  # until set_native_attention, which alone has it
     "int4": TensorProto.UINT8,
+    "fp8": TensorProto.UINT8,  # the bits of E4M3; in set_native_attention's operator alone
     "fp16": TensorProto.FLOAT,  # until set_half_attention
     "float": TensorProto.FLOAT,
 }

@@ -38,7 +38,7 @@ def decode_runs(spec: ModelSpec, kv: KVSpec, threads: int) -> dict[str, Run]:
     rows: Sequence[npt.NDArray[Any]] = ()
     if native.refusal(spec, kv, "cpu") is None:
         runs["native"], rows = _native(spec, kv, threads)
-    if kv.dtype not in OWN_OPERATOR_ONLY:
+    if kv.dtype not in (*OWN_OPERATOR_ONLY, "fp8"):
         runs["gqa"], rows = _gqa(spec, kv, threads)
     if not runs:
         raise UnsupportedModel(f"No operator here has a {kv.dtype.upper()} cache: use --kv-dtype int8.")
@@ -126,6 +126,8 @@ def _random_rows(spec: ModelSpec, kv: KVSpec, part: str, random: np.random.Gener
     items = code_items(spec.head_dim, kv.dtype, part) if own else row_items(spec, kv.dtype)
     codes = random.integers(-100, 101, (spec.num_kv_heads, kv.capacity, items))
     rows = (codes * _SCALE if kv.dtype == "float" else codes).astype(CACHE_DTYPES[kv.dtype])
+    if kv.dtype == "fp8":
+        rows = rows % 64 + codes.astype(np.uint8) // 128 * 128  # numbers of at most 1.9 and either sign
     if own and kv.dtype in ROW_FACTORS:
         return pack(rows, np.ones((*rows.shape[:2], 1), np.float32))
     return rows

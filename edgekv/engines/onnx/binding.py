@@ -26,6 +26,7 @@ CACHE_DTYPES: dict[KVDtype, type[np.generic]] = {
     "int8": np.int8,
     "k8v4": np.int8,
     "int4": np.uint8,
+    "fp8": np.uint8,
     "fp16": np.float16,
     "float": np.float32,
 }

@@ -6,7 +6,7 @@ ONNX Runtime's GroupQueryAttention ("gqa") rows that move down (moved.py). All e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,9 +21,10 @@ from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.moved import MovedCache, MovedInputs
 from edgekv.engines.onnx.ring import Part, RingCache, RingInputs
 from edgekv.errors import DependencyMissing, EngineError, InvalidOption, UnsupportedModel
+from edgekv.kv.quant import E4M3
 from edgekv.kv.rows import own_rows
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import OWN_OPERATOR_ONLY, KVSpec
+from edgekv.kv.spec import OWN_OPERATOR_ONLY, KVDtype, KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
@@ -116,8 +117,8 @@ class OnnxEngine(CachedEngine):
         if self.row_factors:
             keys, values = (own_rows(self._kv.dtype, part)[1] for part in "kv")
             return keys(k, k_scales), values(v, v_scales)
-        codes = [_unpack_int4(rows) if self._kv.dtype == "int4" else rows for rows in (k, v)]
-        return codes[0].astype(np.float32) * k_scales, codes[1].astype(np.float32) * v_scales
+        numbers = [_NUMBERS[self._kv.dtype](rows).astype(np.float32) for rows in (k, v)]
+        return numbers[0] * k_scales, numbers[1] * v_scales
 
     def close(self) -> None:
         """Free the session and the cache; the engine cannot be used afterwards."""
@@ -236,6 +237,11 @@ def _check_own(kv: KVSpec, reason: str) -> None:
             f"A {kv.dtype.upper()} cache needs edgekv's own attention operator, which is not used: {reason}. "
             "Use --kv-dtype int8."
         )
+    if kv.dtype == "fp8":
+        raise UnsupportedModel(
+            f"An FP8 cache needs edgekv's own attention operator, which is not used: {reason}. Use --kv-dtype int8, "
+            "which is as small and more exact, or --engine torch."
+        )
 
 
 def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
@@ -246,11 +252,6 @@ def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
     """
     if options.device not in PROVIDERS:
         raise InvalidOption(f"Unknown device {options.device!r}: choose {' or '.join(PROVIDERS)}.")
-    if kv.dtype == "fp8":
-        raise UnsupportedModel(
-            "An FP8 cache does not run in the onnx engine (ONNX Runtime's CPU provider has none): use --kv-dtype int8, "
-            "which is as small and more exact, or --engine torch."
-        )
     if options.attention == "gqa" or options.device != "cpu":
         _check_own(kv, "GroupQueryAttention was asked for" if options.device == "cpu" else "it runs on the CPU")
     elif reason := native.unavailable():
@@ -398,3 +399,11 @@ def _unpack_int4(packed: Array) -> Array:
     """[K, T, D/2] bytes -> [K, T, D] codes -8 .. 7, low nibble first."""
     codes = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
     return codes.astype(np.int8) - 8
+
+
+_NUMBERS: dict[KVDtype, Callable[[Array], Array]] = {
+    "int8": lambda rows: rows,
+    "int4": _unpack_int4,
+    "fp8": lambda rows: E4M3[rows],
+}
+"""What codes without factors stand for, but for their scales."""

@@ -16,7 +16,7 @@ from typing import Any
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
 
-DTYPES: tuple[KVDtype, ...] = ("int8", "k8v4", "float")
+DTYPES: tuple[KVDtype, ...] = ("int8", "k8v4", "fp8", "float")
 BLOCK = 16
 """Slots in a block of the cache (native/kernels.h)."""
 MAX_HEAD_DIM = 256
