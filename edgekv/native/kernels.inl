@@ -17,8 +17,9 @@
 // pair of channels the latter is (q1 c1 + q2 c2) cos(n w) + (q2 c1 - q1 c2) sin(n w): two products a pair and slot.
 //
 // In INT8 q and p vf are integers of 15 or 16 bits, so that both sums are integer dot products over the stored codes:
-// exact, and nothing is ever dequantised; K8V4 is the same but for its values. FP8 is widened as it is read. The integers of p vf are relative to the tile's largest: a sink with a large
-// weight and a small value must not cost the others their digits. V's channel scales are applied to the output.
+// exact, and nothing is ever dequantised; K8V4 is the same but for its values. FP8 is widened as it is read. The integers
+// of p vf are relative to the tile's largest: a sink with a large weight and a small value must not cost the others their
+// digits. V's channel scales are applied to the output.
 
 #include <math.h>
 #include <string.h>

@@ -230,7 +230,10 @@ Job make_job(const Product& p, const MatMulKernels& kernels, const Inputs& input
   return {p, kernels, inputs, (count + range_panels - 1) / range_panels, range_panels};
 }
 
-constexpr Choice<const MatMulKernels* (*)()> kChoices[] = {{"avx512", has_avx512, avx512_matmul}, {"avx2", has_avx2, avx2_matmul}};
+constexpr Choice<const MatMulKernels* (*)()> kChoices[] = {
+    {"avx512", has_avx512, avx512_matmul},
+    {"avx2", has_avx2, avx2_matmul},
+};
 
 }  // namespace
 

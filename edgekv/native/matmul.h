@@ -2,8 +2,9 @@
 // that each instruction set provides.
 //
 // The weights are unsigned codes c with a scale s, and a zero point z, for every `group` inputs of an output:
-// w = s (c - z); or, where no integer is a zero point, with a minimum m: w = s c + m. Inputs are rounded to signed bytes with a scale for every block of 32 (16 where groups are of 16), as
-// ONNX Runtime's MatMulNBits does at accuracy level 4, so that all products are of bytes.
+// w = s (c - z); or, where no integer is a zero point, with a minimum m: w = s c + m. Inputs are rounded to signed bytes
+// with a scale for every block of 32 (16 where groups are of 16), as ONNX Runtime's MatMulNBits does at accuracy level 4, so
+// that all products are of bytes.
 //
 // A matrix is packed once into panels of 16 outputs, one after another, because one panel is then one stream of memory:
 //
