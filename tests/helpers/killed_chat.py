@@ -78,6 +78,7 @@ def main() -> int:
     report, phase, after, delay_s, *arguments = sys.argv[1:]
     killer = Killer(Path(report), phase, int(after), float(delay_s))
     hook(OnnxEngine, "forward", lambda engine, tokens: killer.enter("prefill" if len(tokens) > 1 else "decode"))
+    hook(OnnxEngine, "append", lambda *_: killer.enter("prefill"))  # a prompt that needs evictions
     hook(OnnxEngine, "evict", lambda *_: killer.enter("evict"))
     hook(session_file, "_write", lambda *_: killer.enter("write"))
     hook(edgekv.files, "_flush", lambda *_: killer.enter("flush"))
