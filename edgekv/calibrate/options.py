@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from edgekv.about import about
 from edgekv.errors import InvalidOption
 from edgekv.kv.quant import LIMIT
-from edgekv.kv.spec import GRANULARITIES, Granularity, KVDtype
+from edgekv.kv.spec import GRANULARITIES, Granularity, KVDtype, scales_dtype
 
 Method = Literal["envelope", "percentile", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -43,6 +43,9 @@ class CalibrateOptions:
     data: tuple[Path, ...] = about("UTF-8 text to observe (may be given several times).", default=())
 
     def __post_init__(self) -> None:
+        scaled = scales_dtype(self.dtype)
+        if scaled != self.dtype:
+            raise InvalidOption(f"A {self.dtype} cache takes the scales of {scaled}: calibrate that instead.")
         for name, value, allowed in (
             ("method", self.method, METHODS),
             ("centre", self.centre, ("auto", "none")),

@@ -125,6 +125,7 @@ def tokenizer() -> Tokenizer:
     [
         ({"method": "entropy"}, "choose one of envelope, percentile, mse"),
         ({"dtype": "float"}, "choose one of int8, int4, fp8"),
+        ({"dtype": "k8v4"}, "A k8v4 cache takes the scales of int8: calibrate that instead."),
         ({"granularity": "row"}, "choose one of channel, head, tensor"),
         ({"tokens": 63}, "tokens is 63; it must be between 64 and"),
         ({"headroom": 0.4}, "headroom is 0.4"),
