@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgekv.slices import common_length
 from edgekv.text.hashing import beginning, hash_of
 
 
@@ -143,7 +144,7 @@ class EncodedText:
             return EncodedText()
         if text.startswith(self.text, self.departed.chars):
             return self
-        same = self.departed.chars + _common_chars(self.text, text[self.departed.chars :])
+        same = self.departed.chars + common_length(self.text, text[self.departed.chars :])
         return self._until(self._control_before(bisect_right(self.starts, same), control_ids))
 
     def without(
@@ -184,12 +185,3 @@ class EncodedText:
 
 def _ids_hash(ids: array[int], count: int) -> str:
     return hash_of(memoryview(ids)[:count]).hex()
-
-
-def _common_chars(first: str, second: str) -> int:
-    """Length of the common beginning of two texts, by bisection: comparing slices is fast, characters are not."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
-    return low

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from edgekv.errors import CacheFull, InvalidOption
 from edgekv.kv.spec import KVSpec
+from edgekv.slices import common_length
 
 Span = tuple[int, int]
 """The first of some tokens, counted from the very first one, and the one behind the last."""
@@ -132,7 +133,7 @@ class Passed:
         """The state that a cache is left in when it keeps what a prompt shares with it, and pins `pinned` tokens."""
         pinned = max(pinned, kv.sinks)
         fresh = Window(kv.capacity, kv.stride, min(pinned, kv.capacity - kv.stride))
-        kept = _common_prefix(self.tokens, tokens[:-1])  # the last token must run, for its logits
+        kept = common_length(self.tokens, array("i", tokens[:-1]))  # the last token must run, for its logits
         if self.evicted and (pinned != self.pinned or self._thinned_out(kv, len(tokens), kept)):
             return fresh
         return replace(fresh, length=kept - self.evicted, evicted=self.evicted)
@@ -147,14 +148,3 @@ class Passed:
             return True
         least = max(kv.capacity - 3 * kv.stride, kv.capacity // 2)
         return kept < len(self.tokens) and prompt - self.evicted < least
-
-
-def _common_prefix(first: array[int], second: Sequence[int]) -> int:
-    """Length of the common beginning, by bisection over slices (comparing them is fast, numbers one by one are not)."""
-    if not isinstance(second, array):
-        second = array("i", second)
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
-    return low

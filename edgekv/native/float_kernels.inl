@@ -30,7 +30,8 @@ EDGEKV_APART static void score_floats(const uint8_t* queries, const Number* keys
 }
 
 template <class Number>
-static void score_any(int rows, const uint8_t* queries, const Number* keys, int dim, float* out, int stride) {
+static void score(int rows, const uint8_t* queries, const int32_t*, const Number* keys, const float*, int dim, float* out,
+                  int stride) {
   switch (rows) {
     case 4: return score_floats<4>(queries, keys, dim, out, stride);
     case 3: return score_floats<3>(queries, keys, dim, out, stride);
@@ -94,16 +95,7 @@ static void weigh_any(int rows, const uint8_t* weights, int stride, const Number
   }
 }
 
-static void score(int rows, const uint8_t* queries, const int32_t*, const float* keys, const float*, int dim,
-                  float* out, int stride) {
-  score_any(rows, queries, keys, dim, out, stride);
-}
-
-static void score(int rows, const uint8_t* queries, const int32_t*, const E4m3* keys, const float*, int dim, float* out,
-                  int stride) {
-  score_any(rows, queries, keys, dim, out, stride);
-}
-
+// No templates, so that they come before the struct's own `weigh`, which takes any kind of codes.
 static void weigh(int rows, const uint8_t* weights, int stride, const float* values, int low, int high, int dim,
                   float* out, const float* alpha, const float* beta) {
   weigh_any(rows, weights, stride, values, low, high, dim, out, alpha, beta);

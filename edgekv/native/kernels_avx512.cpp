@@ -215,23 +215,13 @@ struct simd {
   }
 
   template <class Code>
-  static void weigh_codes(int rows, const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
-                          float* out, const float* alpha, const float* beta) {
+  static void weigh(int rows, const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
+                    float* out, const float* alpha, const float* beta) {
     switch (rows) {
       case 3: return weigh_rows<3>(weights, stride, values, low, high, dim, out, alpha, beta);
       case 2: return weigh_rows<2>(weights, stride, values, low, high, dim, out, alpha, beta);
       default: return weigh_rows<1>(weights, stride, values, low, high, dim, out, alpha, beta);
     }
-  }
-
-  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
-                    float* out, const float* alpha, const float* beta) {
-    weigh_codes(rows, weights, stride, values, low, high, dim, out, alpha, beta);
-  }
-
-  static void weigh(int rows, const uint8_t* weights, int stride, const Nibbles* values, int low, int high, int dim,
-                    float* out, const float* alpha, const float* beta) {
-    weigh_codes(rows, weights, stride, values, low, high, dim, out, alpha, beta);
   }
 
 #include "float_kernels.inl"

@@ -120,42 +120,35 @@ struct simd {
     memcpy(weights + 2 * i, codes, sizeof codes);
   }
 
-  // o = o alpha + beta sum p v for `rows` rows (at most kInt8WeighRows), over the groups of 4 slots that hold slots
-  // low .. high - 1. Weights outside of these are 0.
-  static void weigh(int rows, const uint8_t* weights, int stride, const int8_t* values, int low, int high, int dim,
-                    float* out, const float* alpha, const float* beta) {
-    for (int r = 0; r < rows; r++) {
-      int32_t sums[kMaxDim] = {};
-      for (int s = low / 4 * 4; s < high; s += 4) {
-        int16_t w[4];
-        memcpy(w, weights + 2 * (int64_t{r} * stride + s), sizeof w);
-        const int8_t* v = values + int64_t{s} * dim;
-        for (int d = 0; d < dim; d++) {
-          sums[d] += w[0] * v[4 * d] + w[1] * v[4 * d + 1] + w[2] * v[4 * d + 2] + w[3] * v[4 * d + 3];
-        }
-      }
-      float* o = out + int64_t{r} * dim;
-      for (int d = 0; d < dim; d++) o[d] = o[d] * alpha[r] + beta[r] * static_cast<float>(sums[d]);
+  // Four slots of values, times their weights.
+  static void add_four(const int16_t* w, const int8_t* v, int dim, int32_t* sums) {
+    for (int d = 0; d < dim; d++) {
+      sums[d] += w[0] * v[4 * d] + w[1] * v[4 * d + 1] + w[2] * v[4 * d + 2] + w[3] * v[4 * d + 3];
     }
   }
 
-  // The same over values of 4 bits.
-  static void weigh(int rows, const uint8_t* weights, int stride, const Nibbles* values, int low, int high, int dim,
+  static void add_four(const int16_t* w, const Nibbles* v, int dim, int32_t* sums) {
+    for (int column = 0; column < dim; column += 16) {
+      for (int i = 0; i < 8; i++, v += 4) {
+        for (int j = 0; j < 4; j++) {
+          sums[column + i] += w[j] * v[j].low();
+          sums[column + 8 + i] += w[j] * v[j].high();
+        }
+      }
+    }
+  }
+
+  // o = o alpha + beta sum p v for `rows` rows (at most kInt8WeighRows), over the groups of 4 slots that hold slots
+  // low .. high - 1. Weights outside of these are 0.
+  template <class Code>
+  static void weigh(int rows, const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
                     float* out, const float* alpha, const float* beta) {
     for (int r = 0; r < rows; r++) {
       int32_t sums[kMaxDim] = {};
       for (int s = low / 4 * 4; s < high; s += 4) {
         int16_t w[4];
         memcpy(w, weights + 2 * (int64_t{r} * stride + s), sizeof w);
-        const Nibbles* v = values + int64_t{s} * (dim / 2);
-        for (int column = 0; column < dim; column += 16) {
-          for (int i = 0; i < 8; i++, v += 4) {
-            for (int j = 0; j < 4; j++) {
-              sums[column + i] += w[j] * v[j].low();
-              sums[column + 8 + i] += w[j] * v[j].high();
-            }
-          }
-        }
+        add_four(w, values + s * codes_in(values, dim), dim, sums);
       }
       float* o = out + int64_t{r} * dim;
       for (int d = 0; d < dim; d++) o[d] = o[d] * alpha[r] + beta[r] * static_cast<float>(sums[d]);

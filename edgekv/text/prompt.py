@@ -31,6 +31,7 @@ from itertools import accumulate, pairwise, product, takewhile
 from typing import Any
 
 from edgekv.errors import InvalidOption, TemplateError
+from edgekv.slices import common_length
 from edgekv.text.hashing import HASH_BYTES, beginning, beginnings
 from edgekv.text.template import ChatTemplate, Message, Tool
 from edgekv.text.tokenizer import GuardedEncoding, Tokenizer
@@ -226,7 +227,7 @@ class ChatFormat:
         pinned = before.removesuffix(self._manner.user_header)
         if text.startswith(pinned):
             return len(pinned)
-        return len(_common_prefix(text, before).removesuffix(self._manner.user_header))
+        return len(text[: common_length(text, before)].removesuffix(self._manner.user_header))
 
     def _turn_starts(self, guarded: Sequence[Message], text: str) -> list[int | None]:
         starts = self._seen.starts_in(text)
@@ -393,10 +394,6 @@ def _spellings(message: Message) -> tuple[str, ...]:
 def _leading(messages: Sequence[Message]) -> int:
     """How many messages at the beginning are the system's."""
     return sum(1 for _ in takewhile(lambda message: message["role"] in _LEADING_ROLES, messages))
-
-
-def _common_prefix(first: str, second: str) -> str:
-    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _monotone(offsets: Sequence[int | None]) -> tuple[int, ...]:
