@@ -45,12 +45,12 @@ LEAST_FACTOR, LARGEST_FACTOR = np.float32(2.0**-64), np.float32(2.0**64)
 
 def quantize_keys(keys: Float32, scales: Float32) -> Rows:
     """Rotated keys [..., T, D] as rows [..., T, D + 2]; scales: of their channels, broadcastable to them."""
-    return _rows(mixed(keys / key_scales(scales)), np.ones(1, np.float32))
+    return _rows(mixed(keys / key_scales(scales)))
 
 
 def quantize_values(values: Float32, scales: Float32) -> Rows:
     """Values [..., T, D] as rows [..., T, D + 2]."""
-    return _rows(values, scales)
+    return _rows((values / scales).astype(np.float32))
 
 
 def dequantize_keys(rows: Rows, scales: Float32) -> Float32:
@@ -67,7 +67,7 @@ def dequantize_values(rows: Rows, scales: Float32) -> Float32:
 def quantize_int4_values(values: Float32, scales: Float32) -> Rows:
     """Values [..., T, D] as rows of 4 bits, [..., T, D / 2 + 2]."""
     x = mixed(values / key_scales(scales))
-    factors = row_factors(x, np.ones(1, np.float32), CELLS / 2)
+    factors = row_factors(x, CELLS / 2)
     cells = np.clip(np.floor(np.nan_to_num(x / factors)), -CELLS // 2, CELLS // 2 - 1).astype(np.int8)
     low, high = np.moveaxis(cells.reshape(*cells.shape[:-1], -1, 2, 8), -2, 0)  # [..., T, D / 16, 8] each
     return pack(((low & 15) | (high << 4)).reshape(*cells.shape[:-1], -1), factors)
@@ -129,10 +129,10 @@ def mixed(x: Float32) -> Float32:
     return (x.reshape(*x.shape[:-1], -1, n) @ matrix).reshape(x.shape).astype(np.float32)
 
 
-def row_factors(x: Float32, scales: Float32, limit: float = LIMIT["int8"]) -> Float32:
-    """The factor of each row beside the scales, [..., T, 1], that keeps its codes within `limit`; what is not a number
-    does not count."""
-    sizes = np.abs(x / scales).astype(np.float32)
+def row_factors(x: Float32, limit: float = LIMIT["int8"]) -> Float32:
+    """The factor of each row [..., T, D], divided by its scales, that keeps its codes within `limit`, [..., T, 1]; what is
+    not a number does not count."""
+    sizes = np.abs(x)
     largest = np.max(np.where(np.isnan(sizes), np.float32(0), sizes), axis=-1, keepdims=True)
     least = np.clip(largest / np.float32(limit), LEAST_FACTOR, LARGEST_FACTOR)
     bits = np.ascontiguousarray(least, np.float32).view(np.uint32)
@@ -145,9 +145,9 @@ def pack(codes: npt.NDArray[np.generic], factors: Float32) -> Rows:
     return np.concatenate([codes.astype(np.int8), upper.view(np.int8)], axis=-1)
 
 
-def _rows(x: Float32, scales: Float32) -> Rows:
-    factors = row_factors(x, scales)
-    return pack(quantize(x, scales * factors, "int8"), factors)
+def _rows(x: Float32) -> Rows:
+    factors = row_factors(x)
+    return pack(quantize(x, factors, "int8"), factors)
 
 
 def _numbers(rows: Rows) -> Float32:

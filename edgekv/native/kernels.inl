@@ -49,52 +49,69 @@ inline float round_up(float x) {
 
 // ---------------------------------------------------------------------------------------------------- storage
 //
-// Each way to hold keys or values: the type of what lies in a block, how many items a row has, how a row is written, and
-// what it is to be multiplied by (kUnit) beside its factor and scales.
+// Each way to hold keys or values: the type of what lies in a block, how many items a row has, how a row already divided by
+// its scales is written into slot `place` of a block, and what it is to be multiplied by (kUnit) beside its factor and
+// scales. `store` returns the factor.
 
-// The least factor of 16 bits that keeps the codes of a row within `limit`; NaN does not count.
-inline float row_factor(const float* x, const float* scale, int dim, float limit) {
-  float largest = 0;
+// The largest size of D numbers; NaN does not count. Sizes are compared as integers, which order alike and which, unlike
+// floats, the compiler may compare in any order.
+inline float largest_number(const float* x, int dim) {
+  int32_t largest = 0;
   for (int d = 0; d < dim; d++) {
-    const float size = fabsf(scale ? x[d] / scale[d] : x[d]);
-    largest = size > largest ? size : largest;
+    int32_t bits;
+    memcpy(&bits, x + d, sizeof bits);
+    bits &= 0x7FFFFFFF;
+    bits = bits > 0x7F800000 ? 0 : bits;
+    largest = bits > largest ? bits : largest;
   }
-  const float least = largest / limit;
+  float size;
+  memcpy(&size, &largest, sizeof size);
+  return size;
+}
+
+// The least factor of 16 bits that keeps the codes of a row within `limit`.
+inline float row_factor(const float* x, int dim, float limit) {
+  const float least = largest_number(x, dim) / limit;
   return round_up(least > kLeastFactor ? (least < kLargestFactor ? least : kLargestFactor) : kLeastFactor);
 }
 
-inline int8_t int8_code(float x, float scale) {
-  const float code = nearbyintf(x / scale);
-  if (!(code > -127.0f)) return code == code ? -127 : 0;  // a NaN must not become an undefined integer
-  return static_cast<int8_t>(code < 127.0f ? code : 127.0f);
+inline int8_t int8_code(float code) {
+  code = nearbyintf(code);
+  const float low = code > -127.0f ? code : -127.0f, inside = low < 127.0f ? low : 127.0f;
+  return static_cast<int8_t>(code == code ? inside : 0.0f);  // a NaN must not become an undefined integer
 }
 
 struct Int8Rows {
   using Element = int8_t;
   static constexpr int kFactorBytes = edgekv::kFactorBytes;
-  static constexpr bool kMixed = false;
   static constexpr float kUnit = 1.0f;
   static int64_t items(int dim) { return dim; }
 
-  // Writes a row of D numbers into slot `place` of a block; `scale` of its channels or null. Returns its factor.
-  template <class At>
-  static float store_at(int8_t* block, const float* x, const float* scale, int dim, At at) {
-    const float factor = row_factor(x, scale, dim, 127.0f);
-    for (int d = 0; d < dim; d++) block[at(d)] = int8_code(x[d], scale ? scale[d] * factor : factor);
+  static float encode_row(const float* x, int dim, int8_t* codes) {
+    const float factor = row_factor(x, dim, 127.0f);
+    for (int d = 0; d < dim; d++) codes[d] = int8_code(x[d] / factor);
     return factor;
   }
 };
 
 struct Int8Keys : Int8Rows {
   static constexpr bool kMixed = true;
-  static float store(int8_t* block, int place, const float* x, const float* scale, int dim) {
-    return store_at(block, x, scale, dim, [=](int d) { return (d / 4) * 4 * kBlock + place * 4 + d % 4; });
+  static float store(int8_t* block, int place, const float* x, int dim) {
+    int8_t codes[kMaxDim];
+    const float factor = encode_row(x, dim, codes);
+    for (int d = 0; d < dim; d += 4) memcpy(block + d * kBlock + place * 4, codes + d, 4);
+    return factor;
   }
 };
 
 struct Int8Values : Int8Rows {
-  static float store(int8_t* block, int place, const float* x, const float* scale, int dim) {
-    return store_at(block, x, scale, dim, [=](int d) { return (place / 4) * 4 * dim + d * 4 + place % 4; });
+  static constexpr bool kMixed = false;
+  static float store(int8_t* block, int place, const float* x, int dim) {
+    int8_t codes[kMaxDim];
+    const float factor = encode_row(x, dim, codes);
+    int8_t* column = block + place / 4 * 4 * dim + place % 4;
+    for (int d = 0; d < dim; d++) column[4 * d] = codes[d];
+    return factor;
   }
 };
 
@@ -112,8 +129,8 @@ struct Int4Values {
     return static_cast<uint8_t>(static_cast<int>(cell < 7.0f ? cell : 7.0f) & 0xF);
   }
 
-  static float store(Nibbles* block, int place, const float* x, const float*, int dim) {
-    const float factor = row_factor(x, nullptr, dim, 8.0f);
+  static float store(Nibbles* block, int place, const float* x, int dim) {
+    const float factor = row_factor(x, dim, 8.0f);
     for (int column = 0; column < dim; column += 16) {
       Nibbles* words = block + (place / 4 * dim + column) * 2 + place % 4;
       for (int i = 0; i < 8; i++) {
@@ -125,11 +142,10 @@ struct Int4Values {
   }
 };
 
-inline void encode(float x, float, float* out) { *out = x; }
+inline void encode(float x, float* out) { *out = x; }
 
 // The nearest number of E4M3, ties to even, at most 448.
-inline void encode(float x, float scale, E4m3* out) {
-  x /= scale;
+inline void encode(float x, E4m3* out) {
   const float size = fabsf(x);
   const uint8_t sign = x < 0 ? 0x80 : 0;
   if (!(size < 448.0f)) {
@@ -156,16 +172,16 @@ struct FloatRows {
 
 template <class Number>
 struct FloatKeys : FloatRows<Number> {
-  static float store(Number* block, int place, const float* x, const float* scale, int dim) {
-    for (int d = 0; d < dim; d++) encode(x[d], scale ? scale[d] : 1.0f, block + d * kBlock + place);
+  static float store(Number* block, int place, const float* x, int dim) {
+    for (int d = 0; d < dim; d++) encode(x[d], block + d * kBlock + place);
     return 1.0f;
   }
 };
 
 template <class Number>
 struct FloatValues : FloatRows<Number> {
-  static float store(Number* block, int place, const float* x, const float* scale, int dim) {
-    for (int d = 0; d < dim; d++) encode(x[d], scale ? scale[d] : 1.0f, block + int64_t{place} * dim + d);
+  static float store(Number* block, int place, const float* x, int dim) {
+    for (int d = 0; d < dim; d++) encode(x[d], block + int64_t{place} * dim + d);
     return 1.0f;
   }
 };
@@ -261,13 +277,10 @@ inline void mix(float* x, int dim) {
 // Write a row of D numbers, which is lost; `scale` of its channels, or null.
 template <class Storage>
 void store_row(const Problem& p, const Rows<Storage>& rows, int64_t slot, float* x, const float* scale) {
-  if constexpr (Storage::kMixed) {
-    for (int d = 0; d < p.dim; d++) x[d] /= scale[d];
-    mix(x, p.dim);
-    scale = nullptr;
-  }
+  for (int d = 0; scale && d < p.dim; d++) x[d] /= scale[d];
+  if constexpr (Storage::kMixed) mix(x, p.dim);
   const int place = static_cast<int>(slot % kBlock);
-  const float factor = Storage::store(rows.block(slot / kBlock * kBlock), place, x, scale, p.dim);
+  const float factor = Storage::store(rows.block(slot / kBlock * kBlock), place, x, p.dim);
   if constexpr (Storage::kFactorBytes != 0) {
     uint32_t bits;
     memcpy(&bits, &factor, sizeof bits);
