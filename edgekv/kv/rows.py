@@ -130,8 +130,10 @@ def mixed(x: Float32) -> Float32:
 
 
 def row_factors(x: Float32, limit: float = LIMIT["int8"]) -> Float32:
-    """The factor of each row [..., T, D], divided by its scales, that keeps its codes within `limit`, [..., T, 1]; what is
-    not a number does not count."""
+    """The factors [..., T, 1] that keep the codes of rows [..., T, D], divided by their scales, within `limit`.
+
+    What is not a number does not count.
+    """
     sizes = np.abs(x)
     largest = np.max(np.where(np.isnan(sizes), np.float32(0), sizes), axis=-1, keepdims=True)
     least = np.clip(largest / np.float32(limit), LEAST_FACTOR, LARGEST_FACTOR)
