@@ -94,6 +94,7 @@ def plan_request(
     """The part of the options that the plan is about. model: if there is more of it than a config; server: with what
     `edgekv serve` takes beside."""
     torch = choose(options.engine, options.device, options.kv_dtype).name == "torch"
+    pairs, values = _centres(spec, options, model)
     return PlanRequest(
         options.kv_dtype,
         options.granularity,
@@ -104,24 +105,27 @@ def plan_request(
         server=server,
         runtime_bytes=TORCH_RUNTIME_BYTES if torch else _onnx_runtime_bytes(options.device),
         native=not torch and native.refusal(spec, KVSpec(MIN_CAPACITY, options.kv_dtype), options.device) is None,
-        centre_pairs=_centre_pairs(spec, options, model),
+        centre_pairs=pairs,
+        value_centres=values,
     )
 
 
-def _centre_pairs(spec: ModelSpec, options: LoadOptions, model: ConvertedModel | None) -> int:
-    """Pairs of channels of which keys are held less a constant: what the scales say or, as long as there are none, what
-    calibrating is expected to find."""
+def _centres(spec: ModelSpec, options: LoadOptions, model: ConvertedModel | None) -> tuple[int, bool]:
+    """Pairs of channels of which keys are held less a constant, and whether values are: what the scales say or, as long
+    as there are none, what calibrating is expected to find."""
     if options.kv_dtype in FLOATS:
-        return 0
+        return 0, False
     if model is not None:
         own = model.folder / scales_name(options.kv_dtype, options.granularity)
         try:
-            return len(read_scales(own if options.scales is None else Path(options.scales)).centre_pairs)
+            scales = read_scales(own if options.scales is None else Path(options.scales))
+            return len(scales.centre_pairs), scales.v_centre is not None
         except ScalesError:
             pass  # they are still to be made; or whoever needs them says what is wrong
+    fp8 = options.kv_dtype == "fp8"
     if not can_centre(spec):
-        return 0
-    return spec.head_dim // 2 if options.kv_dtype == "fp8" else MAX_PAIRS * spec.qkv_bias
+        return 0, fp8
+    return spec.head_dim // 2 if fp8 else MAX_PAIRS * spec.qkv_bias, fp8
 
 
 def _own_product(device: str) -> bool:

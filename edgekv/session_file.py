@@ -65,9 +65,7 @@ class CacheIdentity:
         if scales is None:
             return cls(fingerprint, name, kv.dtype, kv.granularity, "")
         granularity = f"{kv.granularity} and row" if row_factors else kv.granularity
-        centre = b"" if scales.k_centre is None else scales.k_centre.tobytes()
-        digest = hashlib.sha256(scales.k.tobytes() + scales.v.tobytes() + centre).hexdigest()[:16]
-        return cls(fingerprint, name, kv.dtype, granularity, digest)
+        return cls(fingerprint, name, kv.dtype, granularity, _digest(scales))
 
     def check(self, path: Path, saved: CacheIdentity) -> None:
         """Refuse a saved cache of another identity, with the reason.
@@ -86,6 +84,15 @@ class CacheIdentity:
                     f"The session {path} was saved with another {what}: {show}. Load that one, or take just the words "
                     "and have them read again (--reread)."
                 )
+
+
+def _digest(scales: KVScales) -> str:
+    """The beginning of the SHA-256 of everything that codes take their meaning from."""
+    whole = hashlib.sha256(scales.k.tobytes() + scales.v.tobytes())
+    for name, centre in (("", scales.k_centre), ("v_centre", scales.v_centre)):
+        if centre is not None:
+            whole.update(name.encode() + centre.tobytes())
+    return whole.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 Keys are seen rotated, so only what a rotation leaves alone is worth recording: the norm of each RoPE pair,
 sqrt(k_d^2 + k_{d+D/2}^2), which bounds both channels at every position. (A plain maximum per channel holds only at the
 positions seen: it cost 11.7 % of perplexity over a stream of 12k tokens, where the norm cost 0.003 %.) Values are
-recorded as magnitudes. Always the maxima; where the method asks for more, a histogram for each pair and value channel.
+recorded as they are. Always the maxima; where the method asks for more, a histogram for each pair and value channel.
 
 Keys may carry a large constant that is there before the rotation (Qwen2's K bias: up to 240, where the rest of the key
 is about 10). So they are seen a second time less their mean, turned as they are; thresholds.py decides what of it is
-used.
+used. Of values the mean and both extremes do, from which the largest distance from the mean follows. The rows of the
+first token of all are kept: a stream's first rows get larger weights than any others, and never change.
 
 A histogram's range is a power of two and doubles when it is exceeded, adjacent bins being joined. A value's bin is
 found by exact arithmetic (a division by a power of two), so the counts are the same as if the final range had been
@@ -79,13 +80,36 @@ class Observer:
         layers, heads, size = spec.num_layers, spec.num_kv_heads, spec.head_dim
         self.tokens = 0
         self.pair_max = np.zeros((layers, heads, size // 2), np.float32)  # [L, K, D/2]
-        self.v_max = np.zeros((layers, heads, size), np.float32)  # [L, K, D]
-        self.k_mean: Float32 | None = None  # [L, K, D], before the rotation
+        self.v_low = np.full((layers, heads, size), np.inf, np.float32)  # [L, K, D]
+        self.v_high = -self.v_low  # [L, K, D]
+        self._v_sum, self._v_count = np.zeros((layers, heads, size)), 0  # [L, K, D], of how many tokens
+        self.first = np.zeros((2, layers, heads, size), np.float32)  # [K or V, L, K, D]
+        self.k_mean: Float32 | None = None  # [L, K, D], before the rotation; of one passage
         self.left_max = np.zeros_like(self.pair_max)  # [L, K, D/2], of pairs less that mean
+        self._k_sum, self._k_count = np.zeros((layers, heads, size)), 0  # [L, K, D], from that passage on
         self._centred = can_centre(spec)
         counted = layers if histograms else 0
         self.pair_histograms = [Histogram(heads * size // 2) for _ in range(counted)]  # [L] of [K D/2, BINS]
         self.v_histograms = [Histogram(heads * size) for _ in range(counted)]  # [L] of [K D, BINS]
+
+    @property
+    def v_max(self) -> Float32:
+        """The largest magnitudes of values, [L, K, D]."""
+        return np.asarray(np.maximum(self.v_high, -self.v_low), np.float32)
+
+    @property
+    def whole_k_mean(self) -> Float32 | None:
+        """The mean of keys before the rotation, [L, K, D], of the passage that k_mean is of and all after it."""
+        return None if self.k_mean is None else (self._k_sum / self._k_count).astype(np.float32)
+
+    @property
+    def v_mean(self) -> Float32 | None:
+        """The mean of values, [L, K, D], of all tokens but the first of each passage; None before there are some."""
+        return None if self._v_count < MEAN_TOKENS else (self._v_sum / self._v_count).astype(np.float32)
+
+    def v_left(self, centre: Float32) -> Float32:
+        """The largest magnitudes of values less a centre, [L, K, D]."""
+        return np.asarray(np.maximum(self.v_high - centre, centre - self.v_low), np.float32)
 
     def see(self, engine: Engine, start: int, stop: int) -> None:
         """Take in the rows of slots start .. stop-1 of a float cache.
@@ -95,15 +119,23 @@ class Observer:
         """
         learn = self._centred and self.k_mean is None and stop - start >= MEAN_TOKENS
         if learn:
-            self.k_mean = np.zeros_like(self.v_max)
+            self.k_mean = np.zeros_like(self.v_low)
         cos, sin = _tables(engine, start, stop) if self.k_mean is not None else (None, None)
         for layer in range(engine.spec.num_layers):
             keys, values = engine.rows(layer, start, stop)  # each [K, T, D]
             check_finite(layer, keys, values)
-            self._see_layer(layer, pair_norms(keys), np.abs(values))
+            self._see_layer(layer, pair_norms(keys), values)
+            if self.tokens == start == 0:
+                self.first[:, layer] = keys[:, 0], values[:, 0]
+            self._v_sum[layer] += values[:, max(0, SINKS - start) :].sum(axis=1)
             if cos is not None and sin is not None:
-                self._see_unturned(layer, rotate(keys, cos, -sin), learn)
+                unturned = rotate(keys, cos, -sin)
+                self._see_unturned(layer, unturned, learn)
+                self._k_sum[layer] += unturned[:, max(0, SINKS - start) :].sum(axis=1)
+        counted = max(0, stop - max(start, SINKS))
         self.tokens += stop - start
+        self._v_count += counted
+        self._k_count += counted if cos is not None else 0
 
     def _see_unturned(self, layer: int, keys: Float32, learn: bool) -> None:
         """Take in keys [K, T, D] before their rotation, less their mean; `learn`: the mean is theirs."""
@@ -113,13 +145,14 @@ class Observer:
         left = pair_norms(keys - self.k_mean[layer][:, None]).max(axis=1)
         np.maximum(self.left_max[layer], left, out=self.left_max[layer])
 
-    def _see_layer(self, layer: int, pairs: Float32, magnitudes: Float32) -> None:
-        """Take in pair norms [K, T, D/2] and magnitudes of values [K, T, D]."""
+    def _see_layer(self, layer: int, pairs: Float32, values: Float32) -> None:
+        """Take in pair norms [K, T, D/2] and values [K, T, D]."""
         np.maximum(self.pair_max[layer], pairs.max(axis=1), out=self.pair_max[layer])
-        np.maximum(self.v_max[layer], magnitudes.max(axis=1), out=self.v_max[layer])
+        np.minimum(self.v_low[layer], values.min(axis=1), out=self.v_low[layer])
+        np.maximum(self.v_high[layer], values.max(axis=1), out=self.v_high[layer])
         if self.pair_histograms:
             self.pair_histograms[layer].add(_channels_first(pairs))
-            self.v_histograms[layer].add(_channels_first(magnitudes))
+            self.v_histograms[layer].add(_channels_first(np.abs(values)))
 
 
 def _tables(engine: Engine, start: int, stop: int) -> tuple[Float32, Float32]:

@@ -36,7 +36,7 @@ class CalibrateOptions:
     tokens: int = about("How many tokens are observed.", default=4096)
     headroom: float = about("Factor on the thresholds, for what the observed tokens did not show.", default=1.1)
     percentile: float = about("Of the percentile method.", default=99.9)
-    centre: Literal["auto", "none"] = about("Whether large constants are taken out of the keys.", default="auto")
+    centre: Literal["auto", "none"] = about("Whether constants are taken out of keys and values.", default="auto")
     dtype: KVDtype = about("How the cache is stored.", default="int8")
     granularity: Granularity = about("What shares one scale.", default="channel")
     seed: int = about("Of the text that the model writes.", default=0)

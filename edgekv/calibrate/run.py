@@ -22,7 +22,7 @@ from edgekv.calibrate.corpus import Excerpts, Passages, open_corpus
 from edgekv.calibrate.measure import losses
 from edgekv.calibrate.observe import Observer
 from edgekv.calibrate.options import CalibrateOptions, Progress
-from edgekv.calibrate.thresholds import centre, needs_histograms, thresholds
+from edgekv.calibrate.thresholds import centre, fit_first, needs_histograms, thresholds, value_centre
 from edgekv.engines.base import Engine
 from edgekv.errors import UnsupportedModel
 from edgekv.evaluate.rows import ErrorMeter, LayerCheck
@@ -119,7 +119,9 @@ def _make_scales(
     k, v = thresholds(seen, options)
     provenance = Provenance(options.method, options.headroom, seen.tokens, corpus)
     scales = from_thresholds(k, v, options.dtype, options.granularity, fingerprint, provenance)
-    scales = replace(scales, k_centre=centre(seen, options))
+    scales = replace(scales, k_centre=centre(seen, options), v_centre=value_centre(seen, options))
+    if options.dtype == "fp8" and options.granularity == "channel":
+        scales = _with_exact_first(scales, seen)
     meter = ErrorMeter(scales)
     step = max(1, seen.tokens // SEEN_AGAIN)
     for sequence in Excerpts(tuple(map(tuple, sequences[::step]))).run(engine):
@@ -128,6 +130,14 @@ def _make_scales(
     saturated = (found.k_saturated + found.v_saturated) / 2
     measured = replace(provenance, k_error=found.k_error, v_error=found.v_error, saturated=saturated)
     return replace(scales, provenance=measured)
+
+
+def _with_exact_first(scales: KVScales, seen: Observer) -> KVScales:
+    """Scales with which the first token's rows are exact; its key stands at angle 0, as its centre does."""
+    centres = (scales.k_centre, scales.v_centre)
+    first = (rows if centre is None else rows - centre for rows, centre in zip(seen.first, centres, strict=True))
+    k, v = (fit_first(s, rows) for s, rows in zip((scales.k, scales.v), first, strict=True))
+    return replace(scales, k=k, v=v)
 
 
 def _check(

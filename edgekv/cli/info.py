@@ -232,6 +232,7 @@ def _scales_line(path: Path, model: ConvertedModel) -> str:
         f"{scales.dtype} per {scales.granularity}, {made.method} x{made.headroom:g} over {made.tokens} tokens "
         f"({made.corpus}); error K {made.k_error:.2%}, V {made.v_error:.2%}, saturated {made.saturated:.1e}"
         + (f"; constants out of the keys of {_layers_line(layers, model)}" if layers else "")
+        + ("; means out of the values" if scales.v_centre is not None else "")
     )
 
 

@@ -51,7 +51,9 @@ class ErrorMeter:
             centre = self._scales.centre_of(layer)
             taken = 0.0 if centre is None else self._turned(centre, engine, start, stop)
             sums[0] += self._count("k", keys - taken, keys, self._scales.k[layer][:, None])
-            sums[1] += self._count("v", values, values, self._scales.v[layer][:, None])
+            centres = self._scales.v_centre
+            left = values if centres is None else values - centres[layer][:, None]
+            sums[1] += self._count("v", left, values, self._scales.v[layer][:, None])
 
     def layers(self) -> tuple[LayerCheck, ...]:
         """The errors so far, by layer."""

@@ -5,6 +5,7 @@
                                                     ring of R slots: KVSpec.ring_slots)
     key centres      4 L K D + 8 P C                where keys are held less their centre (kv/scales.py): that, and cos
                                                     and sin of P pairs of channels at each slot
+    value centres    4 L K D                        where values are (FP8)
     RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
     RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
     weights          what the file holds; the runtime keeps one packed copy and drops the file's pages. Edgekv's own
@@ -122,6 +123,7 @@ class PlanRequest:
     runtime_bytes: int = RUNTIME_BYTES
     torch: bool = False  # planned for the torch engine
     centre_pairs: int = 0  # pairs of channels of which keys are held less a constant (kv/scales.py)
+    value_centres: bool = False  # whether values are
     server: bool = False  # with what `edgekv serve` takes beside
 
     @property
@@ -326,12 +328,17 @@ def _weight_lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -
 
 
 def _centre_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[PlanLine]:
-    """What puts back into scores that keys are held without. Rows that move hold their keys whole."""
-    if not request.centre_pairs or not (request.native or request.torch):
+    """What puts back what keys and values are held without. Rows that move are held whole."""
+    if not (request.native or request.torch):
         return []
-    pairs = spec.head_dim // 2 if request.torch else request.centre_pairs
-    size = 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim + 8 * pairs * kv.capacity
-    return [PlanLine("key centres", size, f"L K D x 4 bytes + C x {pairs} pairs x 8 bytes")]
+    channels, lines = 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim, []
+    if request.centre_pairs:
+        pairs = spec.head_dim // 2 if request.torch else request.centre_pairs
+        formula = f"L K D x 4 bytes + C x {pairs} pairs x 8 bytes"
+        lines.append(PlanLine("key centres", channels + 8 * pairs * kv.capacity, formula))
+    if request.value_centres:
+        lines.append(PlanLine("value centres", channels, "L K D x 4 bytes"))
+    return lines
 
 
 def _rope_line(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> PlanLine:

@@ -6,13 +6,15 @@ about. A file that does not match the model, the dtype or the granularity is ref
 assumed.
 
 A third tensor, k_centre, is there for models whose keys carry large constants (the K bias of Qwen2): what is taken out
-of a key before it is rotated, zero but for a few pairs of channels. Scales are then of what is left. An engine that
-keeps keys whole takes `without_centre()`.
+of a key before it is rotated, zero but for a few pairs of channels. A fourth, v_centre, is taken out of values: the
+weights of attention sum to 1, so adding it to what comes out puts it back exactly. FP8 has both, of all channels.
+Scales are then of what is left. An engine that keeps keys and values whole takes `without_centre()`.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -28,6 +30,9 @@ from edgekv.model.spec import ModelSpec
 
 FORMAT_VERSION = "1"
 CENTRED_VERSION = "2"  # with a k_centre, which an older reader would leave out of the scores
+VALUE_CENTRED_VERSION = "3"  # with a v_centre, and maybe a k_centre
+REQUIRED = ("k", "v")
+TENSORS = (*REQUIRED, "k_centre", "v_centre")  # in the order of the hash
 DEFAULT_NAME = "kv_scales.safetensors"
 """The file in a model's folder for INT8 per channel; others carry their dtype and granularity in the name."""
 
@@ -58,6 +63,7 @@ class KVScales:
     fingerprint: str  # of the model, as its edgekv.json says it
     provenance: Provenance
     k_centre: Float32 | None = None  # [L, K, D], or None: nothing is taken out
+    v_centre: Float32 | None = None  # the same of values
 
     @property
     def centre_pairs(self) -> npt.NDArray[np.int64]:
@@ -76,13 +82,19 @@ class KVScales:
         return None if self.k_centre is None or not self.k_centre[layer].any() else self.k_centre[layer]
 
     def without_centre(self) -> KVScales:
-        """Scales for keys that are kept whole: wide enough for the centre at any position. Codes made with the one do
-        not mean the same with the other."""
-        if self.k_centre is None:
-            return self
-        norms = pair_norms(self.k_centre)
-        wider = (self.k + np.concatenate([norms, norms], axis=-1) / LIMIT[self.dtype]).astype(np.float32)
-        return replace(self, k=coarsen(wider, self.granularity), k_centre=None)
+        """Scales for keys and values that are kept whole: wide enough for the centres, that of keys at any position.
+        Codes made with the one do not mean the same with the other."""
+        k, v = self.k, self.v
+        if self.k_centre is not None:
+            norms = pair_norms(self.k_centre)
+            k = self._widened(k, np.concatenate([norms, norms], axis=-1))
+        if self.v_centre is not None:
+            v = self._widened(v, np.abs(self.v_centre))
+        return replace(self, k=k, v=v, k_centre=None, v_centre=None)
+
+    def _widened(self, scales: Float32, sizes: Float32) -> Float32:
+        """Scales for numbers that are larger by so much at most, all [L, K, D]."""
+        return coarsen((scales + sizes / LIMIT[self.dtype]).astype(np.float32), self.granularity)
 
     def check(self, spec: ModelSpec, fingerprint: str, dtype: KVDtype, granularity: Granularity) -> None:
         """Make sure that these scales are for this model and a cache of this dtype.
@@ -127,12 +139,10 @@ def write_scales(path: Path, scales: KVScales) -> None:
     from safetensors.numpy import save_file
 
     provenance = {name: str(value) for name, value in vars(scales.provenance).items()}
-    tensors = {"k": scales.k, "v": scales.v}
-    if scales.k_centre is not None:
-        tensors["k_centre"] = scales.k_centre
+    tensors = {name: array for name in TENSORS if (array := getattr(scales, name)) is not None}
     metadata = {
         "format": "edgekv-kv-scales",
-        "format_version": FORMAT_VERSION if scales.k_centre is None else CENTRED_VERSION,
+        "format_version": _version(tensors),
         "fingerprint": scales.fingerprint,
         "dtype": scales.dtype,
         "granularity": scales.granularity,
@@ -156,13 +166,13 @@ def read_scales(path: Path) -> KVScales:
         raise ScalesError(f"There are no KV scales at {path}: make them with `edgekv calibrate`.")
     try:
         with safe_open(path, framework="np") as file:
-            metadata, centred = file.metadata() or {}, "k_centre" in file.keys()  # noqa: SIM118
-            tensors = {name: file.get_tensor(name) for name in ("k", "v", *(["k_centre"] if centred else []))}
+            metadata, found = file.metadata() or {}, set(file.keys())
+            tensors = {name: file.get_tensor(name) for name in TENSORS if name in found or name in REQUIRED}
     except (SafetensorError, OSError, TypeError) as error:
         raise ScalesError(
             f"{path} is not a whole scales file ({error}): make it again with `edgekv calibrate`."
         ) from None
-    version = CENTRED_VERSION if centred else FORMAT_VERSION
+    version = _version(tensors)
     if metadata.get("format") != "edgekv-kv-scales" or metadata.get("format_version") != version:
         raise ScalesError(f"{path} is not a KV scales file of format version {version}.")
     _check_values(path, tensors)
@@ -176,6 +186,13 @@ def read_scales(path: Path) -> KVScales:
         ) from None
 
 
+def _version(tensors: Collection[str]) -> str:
+    """Of a file with these tensors."""
+    if "v_centre" in tensors:
+        return VALUE_CENTRED_VERSION
+    return CENTRED_VERSION if "k_centre" in tensors else FORMAT_VERSION
+
+
 def _digest(tensors: dict[str, Float32]) -> str:
     """The SHA-256 of the numbers; a file without one is accepted, one with another is not."""
     return hashlib.sha256(b"".join(array.tobytes() for array in tensors.values())).hexdigest()
@@ -187,10 +204,10 @@ def _check_values(path: Path, tensors: dict[str, Float32]) -> None:
             raise ScalesError(
                 f"{path}: {name} is {array.dtype} {list(array.shape)}; it must be float32 [layers, heads, size]."
             )
-        bad = np.argwhere(~(np.isfinite(array) & ((array > 0) | (name == "k_centre"))))
+        bad = np.argwhere(~(np.isfinite(array) & ((array > 0) | (name not in REQUIRED))))
         if len(bad):
             layer, head, channel = (int(i) for i in bad[0])
-            wanted = "finite" if name == "k_centre" else "positive"
+            wanted = "positive" if name in REQUIRED else "finite"
             raise ScalesError(
                 f"{path}: the {name} scale of layer {layer}, head {head}, channel {channel} is not {wanted}."
             )
@@ -217,4 +234,5 @@ def _from_metadata(tensors: dict[str, Float32], metadata: dict[str, str]) -> KVS
         metadata["fingerprint"],
         provenance,
         tensors.get("k_centre"),
+        tensors.get("v_centre"),
     )

@@ -97,7 +97,9 @@ void attend_unit(void* argument, size_t index) {
 }
 
 // One row's output from its partial results: (maximum, sum, values) each, `stride` floats apart.
-void merge_row(const Problem& p, const float* first, int64_t parts, int64_t stride, const float* v_scale, float* out) {
+void merge_row(const Problem& p, const float* first, int64_t parts, int64_t stride, int64_t kv_head, float* out) {
+  const float* v_scale = p.v_scale ? p.v_scale + kv_head * p.dim : nullptr;
+  const float* v_centre = p.v_centre ? p.v_centre + kv_head * p.dim : nullptr;
   float maximum = first[0];
   for (int64_t i = 1; i < parts; i++) maximum = std::max(maximum, first[i * stride]);
   float sum = 0;
@@ -110,19 +112,19 @@ void merge_row(const Problem& p, const float* first, int64_t parts, int64_t stri
     for (int d = 0; d < p.dim; d++) out[d] += weight * part[2 + d];
   }
   for (int d = 0; d < p.dim; d++) out[d] *= (v_scale ? v_scale[d] : 1.0f) / sum;
+  for (int d = 0; v_centre && d < p.dim; d++) out[d] += v_centre[d];
 }
 
 void merge_head(void* argument, size_t index) {
   const Job& job = *static_cast<Job*>(argument);
   const Problem& p = job.problem;
   const int64_t kv_head = static_cast<int64_t>(index), unit_floats = int64_t{job.cut.tile_rows} * (p.dim + 2);
-  const float* v_scale = p.v_scale ? p.v_scale + kv_head * p.dim : nullptr;
   for (int64_t row = 0; row < p.rows(); row++) {
     const int64_t tile = kv_head * job.cut.row_tiles + row / job.cut.tile_rows;
     const float* first = job.partial(tile * job.cut.ranges) + row % job.cut.tile_rows * (p.dim + 2);
     const int64_t head = kv_head * p.group() + row % p.group();
     float* out = p.out + (row / p.group() * p.heads + head) * p.dim;
-    merge_row(p, first, job.cut.ranges, unit_floats, v_scale, out);
+    merge_row(p, first, job.cut.ranges, unit_floats, kv_head, out);
   }
 }
 

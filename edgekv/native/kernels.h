@@ -22,6 +22,8 @@
 //     K8V4    a value   v[d] = scale[d] / n * factor * (H (code + 1/2))[d],   code -8 .. 7 in two's complement
 //     FP8     either    scale[d] * the number of E4M3
 //
+// Where keys or values are held less a centre, these are what is left of them.
+//
 // The factor is the least that keeps every code of the row within 127 (or what 4 bits hold within 8): a row with small
 // numbers is as finely divided as one with large ones, and none is clipped. The channels of a key are mixed by a Hadamard
 // matrix H (H H = n I) before, because a few of them are much larger than the others and would leave these few codes.
@@ -106,6 +108,8 @@ struct Problem {
   const int64_t* pairs;  // [P]: channels pairs[i] and pairs[i] + R / 2
   const float* turns;    // [2, P, slots]: cos and sin of those pairs at the angle of each slot's key
   int turned;            // P
+  // What is taken out of the values and added to the output, because weights sum to 1; null: nothing.
+  const float* v_centre;  // [K, D]
   float* out;            // [T, H D]
 
   int group() const { return heads / kv_heads; }  // G

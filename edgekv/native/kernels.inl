@@ -19,7 +19,7 @@
 // In INT8 q and p vf are integers of 15 or 16 bits, so that both sums are integer dot products over the stored codes:
 // exact, and nothing is ever dequantised; K8V4 is the same but for its values. FP8 is widened as it is read. The integers
 // of p vf are relative to the tile's largest: a sink with a large weight and a small value must not cost the others their
-// digits. V's channel scales are applied to the output.
+// digits. V's channel scales are applied to the output, and what values are held less is added to it.
 
 #include <math.h>
 #include <string.h>
@@ -288,6 +288,10 @@ void store_row(const Problem& p, const Rows<Storage>& rows, int64_t slot, float*
   }
 }
 
+inline void less(const float* row, const float* centre, int dim, float* out) {
+  for (int d = 0; d < dim; d++) out[d] = row[d] - centre[d];
+}
+
 template <class Cache>
 void append_row(const Problem& p, int64_t token, int kv_head) {
   const int dim = p.dim;
@@ -302,12 +306,16 @@ void append_row(const Problem& p, int64_t token, int kv_head) {
   const float* v_scale = p.v_scale ? p.v_scale + int64_t{kv_head} * dim : nullptr;
   float rotated[kMaxDim], left[kMaxDim];
   if (p.centre) {
-    for (int d = 0; d < dim; d++) left[d] = key[d] - p.centre[int64_t{kv_head} * dim + d];
+    less(key, p.centre + int64_t{kv_head} * dim, dim, left);
     key = left;
   }
   rotate(p, key, token, pinned, rotated);
   store_row(p, keys_of<Cache>(p, kv_head), slot, rotated, k_scale);
-  memcpy(left, value, dim * sizeof(float));
+  if (p.v_centre) {
+    less(value, p.v_centre + int64_t{kv_head} * dim, dim, left);
+  } else {
+    memcpy(left, value, dim * sizeof(float));
+  }
   store_row(p, values_of<Cache>(p, kv_head), slot, left, v_scale);
 }
 
@@ -712,6 +720,7 @@ void unmix_values(const Problem& p, const Unit& unit, Work<Cache>& work) {
 template <class Cache>
 void write_output(const Problem& p, const Unit& unit, const Work<Cache>& work) {
   const float* v_scale = p.v_scale ? p.v_scale + int64_t{unit.kv_head} * p.dim : nullptr;
+  const float* v_centre = p.v_centre ? p.v_centre + int64_t{unit.kv_head} * p.dim : nullptr;
   for (int row = 0; row < unit.rows; row++) {
     const int64_t token = (unit.row + row) / p.group();
     const int64_t head = unit.kv_head * p.group() + (unit.row + row) % p.group();
@@ -719,6 +728,7 @@ void write_output(const Problem& p, const Unit& unit, const Work<Cache>& work) {
     const float* values = work.values + int64_t{row} * p.dim;
     const float factor = work.finite[row] ? 1.0f / work.sum[row] : NAN;
     for (int d = 0; d < p.dim; d++) out[d] = values[d] * factor * (v_scale ? v_scale[d] : 1.0f);
+    for (int d = 0; v_centre && d < p.dim; d++) out[d] += v_centre[d];
   }
 }
 

@@ -13,6 +13,7 @@
 //               centre   float [K, D]   what is taken out of keys before they turn; with the next two, or left out
 //               pairs    int64 [P]   where the centre is not zero: channels pairs[i] and pairs[i] + R / 2
 //               turns    float [2, P, slots]   cos and sin of those pairs at the angle of each slot's key
+//               value_centre  float [K, D]   what is taken out of values and added to the output, or left out
 //     output    float [1, T, H D]
 //     attributes  num_heads, kv_num_heads (int), scale (float, 0 is 1 / sqrt(D)), softcap (float, 0 is none), window
 //               (int: how many tokens each sees, itself included; 0 is all)
@@ -32,7 +33,7 @@
 namespace edgekv {
 namespace {
 
-enum Input : size_t { kQkv, kKeys, kValues, kState, kAngles, kScales, kCentre, kPairs, kTurns, kInputs };
+enum Input : size_t { kQkv, kKeys, kValues, kState, kAngles, kScales, kCentre, kPairs, kTurns, kValueCentre, kInputs };
 
 class Kernel {
  public:
@@ -110,6 +111,7 @@ class Kernel {
     problem.cos_pinned = table + 2 * size;
     problem.sin_pinned = table + 3 * size;
     if (count > kCentre) read_centre(context, dim, problem);
+    if (count > kValueCentre) problem.v_centre = centre_of(input(context, kValueCentre), dim);
     require(state.dims[0] == 4 || !problem.centre, "CachedAttention: a run with a centre has one part");
     return problem;
   }
@@ -158,15 +160,21 @@ class Kernel {
     return part;
   }
 
+  const float* centre_of(const Tensor& centre, int64_t dim) const {
+    if (!centre.data) return nullptr;
+    require(centre.is(ort::kFloat, 2) && centre.dims[0] == kv_heads_ && centre.dims[1] == dim,
+            "CachedAttention: a centre is not float [K, D]");
+    return static_cast<const float*>(centre.data);
+  }
+
   void read_centre(const ort::KernelContext* context, int64_t dim, Problem& problem) const {
     const Tensor centre = input(context, kCentre), pairs = input(context, kPairs), turns = input(context, kTurns);
-    require(centre.is(ort::kFloat, 2) && centre.dims[0] == kv_heads_ && centre.dims[1] == dim,
-            "CachedAttention: the centre is not float [K, D]");
+    problem.centre = centre_of(centre, dim);
+    if (!problem.centre) return;  // it is left out
     require(pairs.is(ort::kInt64, 1), "CachedAttention: pairs are not int64 [P]");
     require(turns.is(ort::kFloat, 3) && turns.dims[0] == 2 && turns.dims[1] == pairs.dims[0] &&
                 turns.dims[2] == problem.slots,
             "CachedAttention: turns are not float [2, P, slots]");
-    problem.centre = static_cast<const float*>(centre.data);
     problem.pairs = static_cast<const int64_t*>(pairs.data);
     problem.turns = static_cast<const float*>(turns.data);
     problem.turned = static_cast<int>(pairs.dims[0] <= kMaxTurned ? pairs.dims[0] : -1);

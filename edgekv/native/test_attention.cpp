@@ -49,13 +49,14 @@ struct Case {
   double uneven = 0.3;            // how much the lengths of values differ: the deviation of their logarithm
   double fp8_step = 1;            // FP8: scales relative to what is usual of keys and values
   bool same = false;              // all values are one number, the largest that their codes have
+  double centre = 0;              // how large a centre values are held without, beside what is left
 
   int pairs() const { return half < 0 ? dim / 2 : half; }
 };
 
 // Everything that a problem points at.
 struct Memory {
-  std::vector<float> qkv, k_scale, v_scale, cos, sin, cos_pinned, sin_pinned, out;
+  std::vector<float> qkv, k_scale, v_scale, v_centre, cos, sin, cos_pinned, sin_pinned, out;
   std::vector<uint8_t> cache[2];  // keys and values, as the operator has them
   Problem problem{};
 };
@@ -187,12 +188,16 @@ Memory make(const Case& c, std::mt19937& random) {
     m.k_scale.push_back(static_cast<float>(k_spread[i] * (fp8 ? c.fp8_step : 4.0 / 127)));
     m.v_scale.push_back(static_cast<float>(v_spread[i] * (fp8 ? c.fp8_step : 3.0 / 127)));
   }
+  for (size_t i = 0; c.centre != 0 && i < channels; i++) {
+    m.v_centre.push_back(static_cast<float>(normal(random) * c.centre * c.v_size));
+  }
   for (int64_t t = 0; t < c.tokens; t++) {
     for (int i = 0; i < heads * c.dim; i++) m.qkv.push_back(static_cast<float>(normal(random) * (c.flat ? 1e-3 : 2)));
     for (int part = 0; part < 2; part++) {
       const double length = std::exp(uneven[part] * normal(random));
-      for (double x : part ? v_spread : k_spread) {
-        m.qkv.push_back(static_cast<float>(part && c.same ? x : normal(random) * x * length));
+      for (size_t i = 0; i < channels; i++) {
+        const double x = part ? v_spread[i] : k_spread[i], centre = part && c.centre != 0 ? m.v_centre[i] : 0;
+        m.qkv.push_back(static_cast<float>(part && c.same ? x : normal(random) * x * length + centre));
       }
     }
   }
@@ -225,6 +230,7 @@ void connect(Memory& m) {
   p.values = m.cache[1].data();
   p.k_scale = scaled ? m.k_scale.data() : nullptr;
   p.v_scale = scaled ? m.v_scale.data() : nullptr;
+  p.v_centre = m.v_centre.empty() ? nullptr : m.v_centre.data();
   p.cos = m.cos.data();
   p.sin = m.sin.data();
   p.cos_pinned = m.cos_pinned.data();
@@ -271,7 +277,7 @@ std::vector<double> mixed_row(const std::vector<double>& x) {
   return y;
 }
 
-// What a row stands for, [D].
+// What a row stands for, [D]; of values what is left of them.
 std::vector<double> row_of(const Memory& m, bool value, int head, int64_t slot) {
   const Held held{m.problem, value};
   std::vector<double> row(m.problem.dim);
@@ -353,7 +359,9 @@ bool check_rows(const Memory& m, std::vector<bool> touched[2]) {
       const float* value = key + p.kv_heads * p.dim;
       const bool pinned = p.state.evicted && cached < p.state.pinned && !p.state.ring;
       const auto k = to_store({p, false}, rotated(p, key, t, pinned), head);
-      const auto v = to_store({p, true}, std::vector<double>(value, value + p.dim), head);
+      std::vector<double> left(value, value + p.dim);
+      for (int d = 0; p.v_centre && d < p.dim; d++) left[d] = value[d] - p.v_centre[head * p.dim + d];
+      const auto v = to_store({p, true}, left, head);
       if (!check_row(m, false, head, slot, k, touched[0]) || !check_row(m, true, head, slot, v, touched[1])) return false;
     }
   }
@@ -401,8 +409,9 @@ double output_error(const Memory& m) {
       const float* found = p.out + (t * p.heads + h) * p.dim;
       for (int d = 0; d < p.dim; d++) {
         wanted[d] /= sum;
-        length += wanted[d] * wanted[d];
-        distance += (wanted[d] - found[d]) * (wanted[d] - found[d]);
+        length += wanted[d] * wanted[d];  // of what is left: a large centre excuses nothing
+        const double off = wanted[d] + (p.v_centre ? p.v_centre[head * p.dim + d] : 0) - found[d];
+        distance += off * off;
       }
       const double error = std::sqrt(distance / length);
       if (!(error <= worst)) worst = error;
@@ -438,13 +447,13 @@ bool check(const Case& c, const Kernels& kernels, unsigned seed) {
   if (good && error <= kTolerance) return true;
   std::printf("FAILED %s %s: group %d, kv heads %d, dim %d, tokens %lld, before %lld, evicted %lld, pinned %lld, "
               "capacity %lld, ring %lld, window %lld, softcap %g, scale %g, pairs %d, k size %g, v size %g, flat %d, "
-              "uneven %g, FP8 step %g, same %d, seed %u: error %g%s\n",
+              "uneven %g, FP8 step %g, same %d, centre %g, seed %u: error %g%s\n",
               kernels.name, name_of(c.type), c.group, c.kv_heads, c.dim,
               static_cast<long long>(c.tokens), static_cast<long long>(c.state.before),
               static_cast<long long>(c.state.evicted), static_cast<long long>(c.state.pinned),
               static_cast<long long>(c.state.capacity), static_cast<long long>(c.state.ring),
               static_cast<long long>(c.window), c.softcap, c.scale, c.pairs(), c.k_size, c.v_size, c.flat, c.uneven,
-              c.fp8_step, c.same, seed, error, good ? "" : ", and the cache is wrong");
+              c.fp8_step, c.same, c.centre, seed, error, good ? "" : ", and the cache is wrong");
   return false;
 }
 
@@ -485,6 +494,7 @@ Case random_case(std::mt19937& random) {
   if (random() % 4 == 0) c.half = pick(random, {0, c.dim / 4});
   c.fp8_step = pick(random, {1.0, 1e-2, 1e2, 1e-4});  // codes about 1, 100, the smallest there are, and beyond the largest
   if (random() % 3 == 0) add_window(c, random);
+  if (random() % 3 == 0) c.centre = pick(random, {0.5, 5.0, 50.0});
   return c;
 }
 

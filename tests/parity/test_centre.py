@@ -18,16 +18,16 @@ from helpers.reference import relative_errors
 
 from edgekv.calibrate.observe import Observer
 from edgekv.calibrate.options import CalibrateOptions
-from edgekv.calibrate.thresholds import centre, thresholds
+from edgekv.calibrate.thresholds import centre, thresholds, value_centre
 from edgekv.convert import convert
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.errors import InvalidOption
 from edgekv.evaluate.losses import token_losses
 from edgekv.evaluate.rows import ErrorMeter
 from edgekv.generate import Timeline
-from edgekv.kv.quant import pair_norms
+from edgekv.kv.quant import LIMIT, pair_norms
 from edgekv.kv.scales import KVScales, Provenance, from_thresholds, read_scales, write_scales
-from edgekv.kv.spec import KVDtype, KVSpec
+from edgekv.kv.spec import KVDtype, KVSpec, scales_dtype
 from edgekv.model.converted import ConvertedModel
 from edgekv.session_file import CacheIdentity
 
@@ -58,7 +58,7 @@ def calibrated(model: ConvertedModel, engine: OnnxEngine, dtype: KVDtype = "int8
     k, v = thresholds(seen, options)
     scales = from_thresholds(k, v, dtype, "channel", model.fingerprint, Provenance("envelope", 1.1, 96, "test"))
     engine.reset()
-    return KVScales(**(vars(scales) | {"k_centre": centre(seen, options)}))
+    return replace(scales, k_centre=centre(seen, options), v_centre=value_centre(seen, options))
 
 
 @pytest.fixture
@@ -184,6 +184,7 @@ def test_fp8_takes_the_whole_mean_out(model: ConvertedModel, engines: Any, open_
     reference = engines[0]
     scales = calibrated(model, reference, "fp8")
     assert scales.k_centre is not None
+    assert scales.v_centre is not None
     assert (pair_norms(scales.k_centre) > 0).all()
     wanted = stream(reference, IDS)
     kv = replace(reference.kv, dtype="fp8")
@@ -201,12 +202,54 @@ def test_an_fp8_content_goes_over_to_the_other_engine(
 ) -> None:
     """Both hold the same bytes: after evictions one goes on with what the other has read."""
     kv, scales = replace(engines[0].kv, dtype="fp8"), calibrated(model, engines[0], "fp8")
+    scales = with_value_centre(scales)
     for opens in ((open_torch, open_onnx), (open_onnx, open_torch)):
         first, second = (each(model, kv, scales) for each in opens)
         stream(first, IDS)
         second.load(first.save())
         found, wanted = (engine.forward([7], all_logits=True) for engine in (second, first))
         assert relative_errors(found, wanted).max() < 1e-3
+
+
+def with_value_centre(scales: KVScales) -> KVScales:
+    """The same, and values less a constant half as large as the largest of them: not put back, it would be missing in
+    every logit."""
+    limits = scales.v * LIMIT[scales.dtype] / 2
+    signs = np.where(np.arange(limits.shape[-1]) % 3, 1, -1).astype(np.float32)
+    return replace(scales, v_centre=limits * signs, v=scales.v * 1.5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "fp8"])
+def test_values_have_their_centre_again(
+    model: ConvertedModel, engines: Any, open_torch: Open, open_onnx: Open, dtype: KVDtype
+) -> None:
+    """Any constant may be taken out of values: logits and rows are those of a float cache, through evictions, and
+    after a content was saved and put back."""
+    reference, kv = engines[0], replace(engines[0].kv, dtype=dtype)
+    whole = replace(calibrated(model, reference, scales_dtype(dtype)), v_centre=None)
+    scales, wanted = with_value_centre(whole), stream(reference, IDS)
+    rows = [reference.rows(layer, 0, reference.length)[1] for layer in range(model.spec.num_layers)]
+    for opens in (open_onnx,) if dtype == "k8v4" else (open_onnx, open_torch):
+        plain, engine = opens(model, kv, whole), opens(model, kv, scales)
+        errors = [np.median(relative_errors(stream(each, IDS), wanted)) for each in (plain, engine)]
+        assert errors[1] < 3 * errors[0]  # measured 1.3 to 2.1: what is left is larger; not put back 1.2 in all
+        for layer, values in enumerate(rows):
+            found = engine.rows(layer, 0, engine.length)[1]
+            assert np.median(np.abs(found - values)) < 0.1 * np.abs(values).max()
+        state, following = engine.save(), engine.forward([7], all_logits=True)
+        engine.reset()
+        engine.load(state)
+        np.testing.assert_array_equal(engine.forward([7], all_logits=True), following)
+
+
+def test_groupqueryattention_keeps_values_whole(model: ConvertedModel, engines: Any, open_onnx: Open) -> None:
+    plain, scales = engines[2], with_value_centre(engines[3])
+    found, wanted = (
+        stream(open_onnx(model, plain.kv, each, attention="gqa"), IDS[:90])
+        for each in (scales, scales.without_centre())
+    )
+    np.testing.assert_array_equal(found, wanted)
+    assert np.median(relative_errors(found, stream(engines[0], IDS[:90]))) < 0.15
 
 
 def test_a_saved_content_says_whether_its_keys_are_whole(engines: Any, model: ConvertedModel, open_onnx: Open) -> None:
@@ -220,3 +263,10 @@ def test_a_saved_content_says_whether_its_keys_are_whole(engines: Any, model: Co
     assert mine.scales != other.scales
     assert (mine.granularity, other.granularity) == ("channel and row", "channel")
     assert mine == CacheIdentity.of("m", "m", centred.kv, scales, row_factors=True)
+    less = CacheIdentity.of("m", "m", centred.kv, with_value_centre(scales), row_factors=True)
+    twice = replace(scales, v_centre=scales.k_centre)
+    swapped = replace(scales, k_centre=None, v_centre=scales.k_centre)
+    digests = {mine.scales, less.scales} | {
+        CacheIdentity.of("m", "m", centred.kv, each, row_factors=True).scales for each in (twice, swapped)
+    }
+    assert len(digests) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +29,13 @@ from edgekv.calibrate.corpus import (
 from edgekv.calibrate.observe import BINS, Histogram, Observer
 from edgekv.calibrate.thresholds import (
     CANDIDATES,
+    centre,
     expected_error,
+    fit_first,
     percentile,
     spread_over_angles,
     thresholds,
+    value_centre,
 )
 from edgekv.convert import convert
 from edgekv.engines.onnx import native
@@ -326,6 +330,42 @@ def test_the_envelope_is_reached_and_headroom_multiplies_it() -> None:
     assert np.allclose(wider[1], v * 1.25)
 
 
+def test_means_are_those_of_all_tokens_but_the_first_of_a_passage() -> None:
+    """Of keys as they are before they turn; the envelope of what is left bounds what it has to."""
+    keys, values = random_rows(1) + 3, random_rows(2) - 2
+    angles = np.arange(400)[:, None] * np.float64(10_000) ** (-np.arange(0, 1, 2 / SIZE))
+    turned = rotate(keys, angles).astype(np.float32)
+    seen, options = observed(turned, values), CalibrateOptions(dtype="fp8", headroom=1.0)
+    k_mean, v_mean = centre(seen, options), value_centre(seen, options)
+    assert k_mean is not None
+    assert v_mean is not None
+    assert np.allclose(k_mean, keys[:, :, 4:].mean(axis=2), atol=1e-4)
+    assert np.allclose(v_mean, values[:, :, 4:].mean(axis=2), atol=1e-5)
+    k, v = thresholds(seen, options)
+    assert (pair_norms(keys - k_mean[:, :, None]) <= k[:, :, None, : SIZE // 2] * (1 + 1e-5)).all()
+    assert np.allclose(v, np.abs(values - v_mean[:, :, None]).max(axis=2))
+    assert value_centre(seen, CalibrateOptions(dtype="int8")) is None
+    assert value_centre(seen, CalibrateOptions(dtype="fp8", centre="none")) is None
+
+
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_scales_are_fitted_to_a_row(seed: int) -> None:
+    """It becomes exact, by scales that are a little larger at most; what is beyond the last number, or next to
+    nothing, is left alone."""
+    random = np.random.default_rng(seed)
+    scales = np.exp(random.normal(size=(LAYERS, HEADS, SIZE))).astype(np.float32)
+    row = (scales * 448 * random.uniform(-1, 1, scales.shape) ** 3).astype(np.float32)
+    row[0, 0, :3] = 0, scales[0, 0, 1] * 1e-3, scales[0, 0, 2] * -600
+    found = fit_first(scales, row)
+    assert (found >= scales * (1 - 1e-6)).all()
+    assert (found <= scales * 1.1251).all()
+    assert np.array_equal(found[0, 0, :3], scales[0, 0, :3])
+    normal = np.abs(row / scales) >= 2**-6
+    normal[0, 0, 2] = False
+    assert np.allclose(fake_quantize(row, found, "fp8")[normal], row[normal], rtol=1e-6)
+
+
 @pytest.mark.parametrize("percent", [50.0, 90.0, 99.5, 100.0])
 def test_the_percentile_is_that_of_numpy_to_within_a_bin(percent: float) -> None:
     keys, values = random_rows(1), random_rows(2)
@@ -508,6 +548,24 @@ def test_int8_scales_of_a_tiny_model_keep_its_perplexity(model: ConvertedModel, 
     assert all(done <= total for _, done, total in told)
     write_scales(tmp_path / "s.safetensors", report.scales)
     read_scales(tmp_path / "s.safetensors").check(model.spec, model.fingerprint, "int8", "channel")
+
+
+def test_fp8_scales_hold_the_first_token_exactly(model: ConvertedModel) -> None:
+    """The row on which every stream leans most; one that comes later is rounded."""
+    options = CalibrateOptions(tokens=256, dtype="fp8")
+    scales = calibrate(model, tokenizer(), None, Opener(model), options).scales
+    assert scales.v_centre is not None
+    observed = open_corpus(model.description, tokenizer(), None, options).observed
+    assert isinstance(observed, SelfGenerated)
+    rows, first = [], observed.prompts[0][0]
+    for kv, each in ((KVSpec(64, "float"), None), (KVSpec(64, "fp8"), scales)):
+        with contextlib.closing(open_engine(model, kv, each)) as engine:
+            engine.forward([first, 5])
+            rows.append([engine.rows(layer, 0, 2) for layer in range(model.spec.num_layers)])
+    for wanted, found in zip(*rows, strict=True):
+        for part in range(2):
+            errors = np.abs(found[part] - wanted[part]).max(axis=(0, 2)) / np.abs(wanted[part]).max()
+            assert errors[0] < 1e-3 < errors[1]  # numbers too small for E4M3's least step are not in the first
 
 
 def test_the_same_seed_gives_the_same_scales(model: ConvertedModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +194,16 @@ def test_a_checkpoint_with_scales_still_converts(tmp_path: Path) -> None:
 
 
 # Both
+
+
+def test_others_get_scales_for_whole_rows() -> None:
+    """They know of no centres, so what was taken out has to fit their codes, too."""
+    centre = np.full((LAYERS, HEADS, SIZE), -100, np.float32)
+    scales = replace(made("fp8"), k_centre=centre, v_centre=centre)
+    whole = scales.without_centre()
+    assert (whole.v * LIMIT["fp8"] > 100).all()
+    assert same_numbers(from_genai(to_genai(scales), SPEC, "fp8", "abc", "x"), whole)
+    assert same_numbers(from_vllm(to_vllm(scales, "head"), SPEC, "abc", "x"), retarget(whole, "fp8", "head"))
 
 
 def test_finer_scales_cannot_be_had() -> None:

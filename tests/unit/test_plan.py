@@ -17,6 +17,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from edgekv.engines.onnx.centre import CentreTable
+from edgekv.engines.onnx.ring import RingCache as OnnxRingCache
+from edgekv.engines.onnx.ring import RingInputs
 from edgekv.engines.torch.cache import RingCache
 from edgekv.errors import InvalidOption, MemoryBudgetError, UnsupportedModel
 from edgekv.kv.plan import Footprint, Plan, PlanRequest, cache_bytes, largest_capacity, make_plan
@@ -352,6 +354,29 @@ def centred_scales(spec: ModelSpec, pairs: Sequence[int]) -> KVScales:
 
 
 @pytest.mark.parametrize("engine", ["native", "torch"])
+def test_value_centres_take_what_the_plan_says(engine: str) -> None:
+    """As key centres do."""
+    kv, ones = KVSpec(320, "fp8"), np.ones((SMALL.num_layers, SMALL.num_kv_heads, SMALL.head_dim), np.float32)
+    scales = KVScales(ones, ones, "fp8", "channel", "", Provenance("envelope", 1.1, 0, ""), v_centre=ones)
+    plan, without = (
+        plan_of(SMALL, dtype="fp8", context=kv.capacity, value_centres=centred, **{engine: True})
+        for centred in (True, False)
+    )
+    planned = sum(line.size_bytes for line in plan.lines if line.name == "value centres")
+    if engine == "native":
+        io = SimpleNamespace(bind_input=lambda *arguments: None)
+        inputs = RingInputs(io, OnnxRingCache(SMALL, kv), SMALL, kv, scales, 128)
+        assert planned == sum(array.nbytes for array in inputs._centres)
+    else:
+        held = RingCache(SMALL, kv, scales, torch.device("cpu"))._v_centres
+        assert held is not None
+        assert planned == held.nbytes
+    assert plan.total_bytes - without.total_bytes == planned
+    whole = plan_of(SMALL, dtype="fp8", context=kv.capacity, value_centres=True)
+    assert whole == plan_of(SMALL, dtype="fp8", context=kv.capacity)
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
 def test_key_centres_take_what_the_plan_says(engine: str) -> None:
     """The arrays that both engines hold for them, byte by byte; on ONNX Runtime's operator keys are held whole."""
     scales, kv = centred_scales(SMALL, [1, 5, 6]), KVSpec(320)
@@ -373,7 +398,8 @@ def test_centres_are_planned_from_the_scales_or_from_what_they_may_become(tmp_pa
     """A model with K biases and no scales yet is planned with the most pairs that calibrating takes out."""
     biased = model(qkv_bias=True)
     for spec, dtype, pairs in ((biased, "int8", 16), (biased, "float", 0), (model(), "int8", 0), (model(), "fp8", 64)):
-        assert plan_request(spec, LoadOptions(kv_dtype=dtype)).centre_pairs == pairs
+        request = plan_request(spec, LoadOptions(kv_dtype=dtype))
+        assert (request.centre_pairs, request.value_centres) == (pairs, dtype == "fp8")
     path = tmp_path / "scales.safetensors"
     write_scales(path, centred_scales(SMALL, [2, 3]))
     found = cast(ConvertedModel, SimpleNamespace(folder=tmp_path))

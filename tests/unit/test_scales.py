@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from edgekv.errors import ScalesError
@@ -156,6 +157,58 @@ def test_a_file_without_a_hash_is_read(path: Path) -> None:
     """Files of the first version did not have one."""
     rewrite(path, sha256=None)
     assert same(read_scales(path), scales())
+
+
+def centred(*names: str) -> KVScales:
+    """Scales with these centres."""
+    numbers = np.linspace(-3, 3, 16, dtype=np.float32).reshape(2, 2, 4)
+    return scales(dtype="fp8", **dict.fromkeys(names, numbers))
+
+
+@pytest.mark.parametrize(
+    ("names", "version"), [((), "1"), (("k_centre",), "2"), (("v_centre",), "3"), (("k_centre", "v_centre"), "3")]
+)
+def test_centres_come_back_and_older_readers_are_told(tmp_path: Path, names: tuple[str, ...], version: str) -> None:
+    """A reader of an older version asks for that version, and refuses a file with what it would leave out."""
+    path = tmp_path / "s.safetensors"
+    write_scales(path, centred(*names))
+    found = read_scales(path)
+    assert same(found, centred(*names))
+    for name in ("k_centre", "v_centre"):
+        assert np.array_equal(getattr(found, name), getattr(centred(*names), name))
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata()
+    assert metadata["format_version"] == version
+    for other in {"1", "2", "3", "4"} - {version}:
+        save_file(load_file(path), path, metadata | {"format_version": other})
+        with pytest.raises(ScalesError, match=f"not a KV scales file of format version {version}"):
+            read_scales(path)
+
+
+@pytest.mark.parametrize("name", ["k_centre", "v_centre"])
+def test_a_centre_is_finite_and_part_of_the_hash(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "s.safetensors"
+    for number, match in ((np.nan, f"the {name} scale of layer 1, head 0, channel 3 is not finite"), (9, "damaged")):
+        write_scales(path, centred("k_centre", "v_centre"))
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        tensors[name][1, 0, 3] = number
+        save_file(tensors, path, metadata)
+        with pytest.raises(ScalesError, match=match):
+            read_scales(path)
+
+
+def test_scales_for_whole_rows_reach_as_far() -> None:
+    """Whatever is within the thresholds beside the centres is within them without; keys at any angle."""
+    whole, given = centred("k_centre", "v_centre").without_centre(), centred("k_centre", "v_centre")
+    assert whole.k_centre is None
+    assert whole.v_centre is None
+    assert given.k_centre is not None
+    assert given.v_centre is not None
+    assert np.allclose(448 * whole.v, 448 * given.v + np.abs(given.v_centre))
+    norms = np.hypot(given.k_centre[..., :2], given.k_centre[..., 2:])
+    assert np.allclose(448 * whole.k, 448 * given.k + np.concatenate([norms, norms], axis=-1))
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 8, b"GGUF" + bytes(100), struct.pack("<Q", 2) + b"{}"])

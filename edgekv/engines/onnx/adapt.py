@@ -7,12 +7,14 @@ scales become graph inputs (`k_scale.i`, `v_scale.i`), so that one graph serves 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import onnx
 from onnx import TensorProto, helper
 
 from edgekv.kv.rows import row_items
+from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import BITS, Granularity, KVDtype
 from edgekv.model.spec import ModelSpec
 
@@ -26,6 +28,7 @@ _TENSOR_TYPES = {
 }
 NATIVE_DOMAIN = "edgekv"
 _KEY_SCALE = 12  # input position in GroupQueryAttention; the value scale is the next
+_VALUE_CENTRE = 9  # input position in CachedAttention (native/op.cpp)
 _QUANT_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")
 
 
@@ -80,33 +83,47 @@ def set_half_attention(model: onnx.ModelProto) -> None:
     model.graph.node.extend(reordered)
 
 
-def set_native_attention(
-    model: onnx.ModelProto, spec: ModelSpec, dtype: KVDtype, centred: Collection[int] = ()
-) -> None:
+@dataclass(frozen=True)
+class Centred:
+    """What a cache is held less a centre of (kv/scales.py)."""
+
+    keys: Collection[int] = ()  # of these layers
+    values: bool = False  # of all layers
+
+    @classmethod
+    def by(cls, scales: KVScales) -> Centred:
+        """As these scales say."""
+        return cls(scales.centred_layers, scales.v_centre is not None)
+
+
+WHOLE = Centred()
+
+
+def set_native_attention(model: onnx.ModelProto, spec: ModelSpec, dtype: KVDtype, centred: Centred = WHOLE) -> None:
     """Replace every GroupQueryAttention over packed QKV by edgekv's CachedAttention, in place, after `set_cache`.
 
     The cache stops being an output: the operator writes into its input. `state` (int64 [4 P]: cached before, evicted,
     pinned, capacity, of each part of a run that evictions divide) is an input that all layers share, `angles.i` ([4, T,
     D/2]: cos and sin at absolute positions, and less the evicted tokens) one that all layers with the rotary embedding
-    `spec.ropes[i]` share; scales are one input a layer, [2, K, D]. The layers in `centred` hold keys less a centre
-    (engines/onnx/centre.py): theirs are also `centre.i`, [K, D], and the table that these layers share. Rows are as
-    wide as kv/rows.py says.
+    `spec.ropes[i]` share; scales are one input a layer, [2, K, D]. Layers that hold keys less a centre
+    (engines/onnx/centre.py) also have `centre.i`, [K, D], and the table that they share; those of values
+    `value_centre.i`, [K, D]. Rows are as wide as kv/rows.py says.
     """
     for layer, node in enumerate(attention_nodes(model)):
         _widen_rows(model, node, spec.head_dim, dtype)
-        _make_native(model, spec, layer, node, centred=layer in centred)
+        _make_native(model, spec, layer, node, centred)
     _keep(model.graph.output, lambda name: not name.startswith("present_"))
     _keep(model.graph.input, lambda name: not name.startswith(("cos", "sin")))
     _add_input(model, "state", TensorProto.INT64, ["state_size"])
     for rope in sorted(set(spec.rope_layers) - {-1}):
         _add_input(model, f"angles.{rope}", TensorProto.FLOAT, [4, "T", "D/2"])
-    if centred:
+    if centred.keys:
         _add_input(model, "pairs", TensorProto.INT64, ["P"])
         _add_input(model, "turns", TensorProto.FLOAT, [2, "P", "slots"])
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
 
 
-def _make_native(model: onnx.ModelProto, spec: ModelSpec, layer: int, node: onnx.NodeProto, *, centred: bool) -> None:
+def _make_native(model: onnx.ModelProto, spec: ModelSpec, layer: int, node: onnx.NodeProto, centred: Centred) -> None:
     """Turn one GroupQueryAttention into a CachedAttention, with the inputs that are the layer's own."""
     packed, keys, values, attended = node.input[0], node.input[3], node.input[4], node.output[0]
     quantised, rope = len(node.input) > _KEY_SCALE, spec.rope_layers[layer]
@@ -115,9 +132,12 @@ def _make_native(model: onnx.ModelProto, spec: ModelSpec, layer: int, node: onnx
     if quantised:
         inputs.append(f"scales.{layer}")
         _add_input(model, inputs[-1], TensorProto.FLOAT, [2, spec.num_kv_heads, "D"])
-    if centred:
+    if layer in centred.keys:
         inputs += [f"centre.{layer}", "pairs", "turns"]
         _add_input(model, f"centre.{layer}", TensorProto.FLOAT, [spec.num_kv_heads, "D"])
+    if centred.values:
+        inputs += [""] * (_VALUE_CENTRE - len(inputs)) + [f"value_centre.{layer}"]
+        _add_input(model, inputs[-1], TensorProto.FLOAT, [spec.num_kv_heads, "D"])
     attributes = {
         "num_heads": spec.num_heads,
         "kv_num_heads": spec.num_kv_heads,

@@ -107,6 +107,8 @@ class OnnxEngine(CachedEngine):
         layer that holds only its last tokens those that are there."""
         k, v = (self._cache.read(part, layer, start, stop) for part in "kv")
         keys, values = self._dequantized(layer, k, v)
+        if self._scales is not None and self._scales.v_centre is not None:
+            values += self._scales.v_centre[layer][:, None]
         return self._inputs.restored(layer, start, keys), values
 
     def _dequantized(self, layer: int, k: Array, v: Array) -> tuple[Logits, Logits]:
@@ -362,7 +364,7 @@ def _other_graph(
     if options.half:
         adapt.set_half_attention(graph)
     if attention == "native":
-        centred = () if scales is None else scales.centred_layers
+        centred = adapt.WHOLE if scales is None else adapt.Centred.by(scales)
         adapt.set_native_attention(graph, model.spec, kv.dtype, centred)
     return graph, folder
 

@@ -240,9 +240,11 @@ class RingInputs:
         self._placed = (0, 0)  # tokens and parts of the run that inputs are bound for
         self._state = np.zeros((chunk + 1, 4), np.int64)  # of each part: tokens before it, evicted, pinned, C
         parts = () if scales is None else operator_scales(kv.dtype, scales.k, scales.v)
-        self._bound = [np.ascontiguousarray(pair, np.float32) for pair in zip(*parts, strict=True)]  # [2, K, D] each
-        for layer, array in enumerate(self._bound):
-            bind_array(io, f"scales.{layer}", array)
+        self._bound = [_contiguous(pair) for pair in zip(*parts, strict=True)]  # [2, K, D] each
+        self._centres = () if scales is None or scales.v_centre is None else tuple(map(_contiguous, scales.v_centre))
+        for name, arrays in (("scales", self._bound), ("value_centre", self._centres)):
+            for layer, array in enumerate(arrays):
+                bind_array(io, f"{name}.{layer}", array)
 
     @property
     def may_evict(self) -> bool:
@@ -304,6 +306,10 @@ class RunAngles:
             turns = positions.astype(np.float64)[:, None] * self.frequencies
             half[0], half[1] = np.cos(turns) * self._amplitudes, np.sin(turns) * self._amplitudes
         return table
+
+
+def _contiguous(numbers: Any) -> Array:
+    return np.ascontiguousarray(numbers, np.float32)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -11,7 +11,8 @@ softmax goes over both parts. Angles are made in float64 on the host, for as man
 
 Where keys are stored less a constant c (kv/scales.py), the score that they lack is q . R(j - t) c, for a key in place j
 and a token in place t: pinned or not, they stand j - t apart. So it is the product of the query turned to t, which is
-what pinned keys meet, and c turned to j: a table over the places, which no eviction changes, serves all layers.
+what pinned keys meet, and c turned to j: a table over the places, which no eviction changes, serves all layers. What
+values are stored without is added to the output.
 """
 
 from __future__ import annotations
@@ -113,14 +114,18 @@ class LayerAttention:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """Store the new rows and attend: query [H, T, D], key and value [K, T, D] -> [H, T, D]."""
-        centre = self._rows.k_centre
-        kept = key if centre is None else key.float() - centre[:, None]
-        self._kernels.store(self._angles.rotate(kept, self._rope), value, self._rows, self._place)
+        kept, values = _less(key, self._rows.k_centre), _less(value, self._rows.v_centre)
+        self._kernels.store(self._angles.rotate(kept, self._rope), values, self._rows, self._place)
         queries = self._angles.rotate(query, self._rope)
         pinned = self._angles.rotate(query, self._rope, pinned=True)
         return self._kernels.attend(
             queries, pinned, self._rows, self._place, scaling=scaling, window=window, softcap=softcap
         )
+
+
+def _less(rows: Tensor, centre: Tensor | None) -> Tensor:
+    """What is left of rows [K, T, D] without a centre [K, D]."""
+    return rows if centre is None else rows.float() - centre[:, None]
 
 
 class NoRotation(nn.Module):

@@ -68,6 +68,7 @@ class LayerRows:
         keys, values: [K, C, D] as stored. k_scale, v_scale: [K, D] float32, or None where nothing is scaled.
         k_centre: [K, D] float32, what keys are stored without (kv/scales.py), or None.
         turns: with a centre, cos and sin of each place's angle, [C, D] float32: D/2 of the one, then of the other.
+        v_centre: [K, D] float32, what values are stored without, or None.
     """
 
     keys: Tensor
@@ -76,6 +77,7 @@ class LayerRows:
     v_scale: Tensor | None
     k_centre: Tensor | None = None
     turns: Tensor | None = None
+    v_centre: Tensor | None = None
 
 
 class RingCache(RingLayout):
@@ -89,6 +91,9 @@ class RingCache(RingLayout):
         self._scales: dict[str, Tensor] | None = None  # each [L, K, D]
         if scales is not None:
             self._scales = {"k": torch.tensor(scales.k, device=device), "v": torch.tensor(scales.v, device=device)}
+        self._v_centres: Tensor | None = None  # [L, K, D]
+        if scales is not None and scales.v_centre is not None:
+            self._v_centres = torch.tensor(scales.v_centre, device=device)
         self._centres: dict[int, Tensor] = {}
         self._turns: Tensor | None = None  # [C, D]
         if scales is not None and scales.k_centre is not None:
@@ -124,6 +129,7 @@ class RingCache(RingLayout):
             v_scale=None if scales is None else scales["v"][index],
             k_centre=centre,
             turns=None if centre is None else self._turns,
+            v_centre=None if self._v_centres is None else self._v_centres[index],
         )
 
     def read(self, part: str, layer: int, start: int, stop: int) -> Rows:
@@ -149,10 +155,15 @@ class RingCache(RingLayout):
         return np.asarray(_bytes_of(self._parts["k"][:0]).cpu().numpy()).dtype
 
     def floats(self, part: str, layer: int, start: int, stop: int) -> Tensor:
-        """The rows of tokens start .. stop-1 as numbers, [K, stop-start, D] float32 on the host."""
+        """The rows of tokens start .. stop-1 as numbers, [K, stop-start, D] float32 on the host; keys less their
+        centre."""
         stored = self._parts[part][layer]
         rows = _bytes_of(stored)[:, self.place.slots(start, stop)].view(stored.dtype).float()
-        return (rows if self._scales is None else rows * self._scales[part][layer][:, None]).cpu()
+        if self._scales is not None:
+            rows = rows * self._scales[part][layer][:, None]
+        if part == "v" and self._v_centres is not None:
+            rows = rows + self._v_centres[layer][:, None]
+        return rows.cpu()
 
 
 def _bytes_of(rows: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class Kernels(Protocol):
         """Quantise new rows and write them behind the filled ones.
 
         Args:
-            keys (rotated), values: [K, T, D] of any float type.
+            keys (rotated), values: [K, T, D] of any float type, less their centres.
         """
 
     def attend(
@@ -39,7 +39,8 @@ class Kernels(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Attention of the T newest tokens, whose rows are stored already, over everything they may see.
+        """Attention of the T newest tokens, whose rows are stored already, over everything they may see, centres put
+        back.
 
         Args:
             queries: [H, T, D] float32, at the tokens' own angles.

@@ -6,7 +6,8 @@
               (Flash-Decoding), reading a prompt does not; online softmax (Dao et al., arXiv 2205.14135) either way
     combine   joins the parts
 
-Scales never touch a row: those of the keys go into the query, those of the values into the output. A query times such
+Scales never touch a row: those of the keys go into the query, those of the values into the output, to which also the
+values' centre is added. A query times such
 scales overflows float16 easily (K channels of some models reach 200, onnxruntime PR 32515), so each row of queries is
 divided by a power of two, which is exact, and its scores are multiplied by it again in float32.
 
@@ -18,8 +19,6 @@ decode step serves any of them.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -100,6 +99,7 @@ class TritonKernels:
             _plain(rows.values),
             rows.k_scale if scaled else queries,
             rows.v_scale if scaled else queries,
+            queries if rows.v_centre is None else rows.v_centre,
             place.state,
             out,
             self._parts,
@@ -119,12 +119,23 @@ class TritonKernels:
             KIND=_KINDS.get(rows.keys.dtype, _FLOAT),
             SCALED=scaled,
             CENTRED=rows.turns is not None,
+            VALUES_CENTRED=rows.v_centre is not None,
             HALF=rows.keys.dtype != torch.float32,
         )
         if splits > 1:
-            scale = rows.v_scale if scaled else queries
-            options: dict[str, Any] = {"SIZE": size, "WIDTH": triton.next_power_of_2(size), "GROUP": group}
-            _combine[(heads,)](self._parts, self._tops, scale, out, SPLITS=splits, SCALED=scaled, **options)
+            _combine[(heads,)](
+                self._parts,
+                self._tops,
+                rows.v_scale if scaled else queries,
+                queries if rows.v_centre is None else rows.v_centre,
+                out,
+                SIZE=size,
+                WIDTH=triton.next_power_of_2(size),
+                GROUP=group,
+                SPLITS=splits,
+                SCALED=scaled,
+                VALUES_CENTRED=rows.v_centre is not None,
+            )
         return out
 
 
@@ -211,11 +222,11 @@ def _tile(stored, offsets, there, KIND: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _attend(
-    queries, pinned_queries, across, turns, keys, values, k_scale, v_scale, state, out, parts, tops,
+    queries, pinned_queries, across, turns, keys, values, k_scale, v_scale, v_centre, state, out, parts, tops,
     count, capacity, scaling, cap,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    CENTRED: tl.constexpr, HALF: tl.constexpr,
+    CENTRED: tl.constexpr, VALUES_CENTRED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     past, evicted, pinned = tl.load(state), tl.load(state + 1), tl.load(state + 2)
@@ -282,13 +293,17 @@ def _attend(
     else:
         if SCALED:
             mixed = mixed * tl.load(v_scale + head * SIZE + channel, mask=channel < SIZE, other=0.0)[None]
-        tl.store(out + offsets, mixed / tl.maximum(total, 1e-30)[:, None], mask=there)
+        mixed = mixed / tl.maximum(total, 1e-30)[:, None]
+        if VALUES_CENTRED:
+            mixed += tl.load(v_centre + head * SIZE + channel, mask=channel < SIZE, other=0.0)[None]
+        tl.store(out + offsets, mixed, mask=there)
 
 
 @triton.jit
 def _combine(
-    parts, tops, v_scale, out,
+    parts, tops, v_scale, v_centre, out,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
+    VALUES_CENTRED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     line = head * SPLITS + tl.arange(0, SPLITS)
@@ -300,4 +315,6 @@ def _combine(
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
     if SCALED:
         mixed = mixed * tl.load(v_scale + head // GROUP * SIZE + channel, mask=channel < SIZE, other=0.0)
+    if VALUES_CENTRED:
+        mixed += tl.load(v_centre + head // GROUP * SIZE + channel, mask=channel < SIZE, other=0.0)
     tl.store(out + head * SIZE + channel, mixed, mask=channel < SIZE)

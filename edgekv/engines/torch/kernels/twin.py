@@ -3,6 +3,8 @@
 Scales never touch a row: those of the keys are folded into the query, those of the values into the output.
 
     score(t, j) = sum_d (q[t, d] * k_scale[d]) * code_k[j, d]      out[t, d] = v_scale[d] * sum_j p[t, j] * code_v[j, d]
+
+nor do centres: that of the keys becomes a second sum in the scores, that of the values is added to the output.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ def attend(
     mixed = weights @ values  # [K, H/K T, D]
     if rows.v_scale is not None:
         mixed = mixed * rows.v_scale[:, None]
+    if rows.v_centre is not None:
+        mixed = mixed + rows.v_centre[:, None]
     return mixed.view(heads, count, size)
 
 
