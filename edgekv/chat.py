@@ -42,13 +42,12 @@ class EncodedPrompt:
     """A prompt as tokens.
 
     Attributes:
-        ids: all of them. pinned: how many are BOS and system prompt.
+        ids: all of them.
         prompt, encoded: what they stand for; no prompt if it is plain text, which is not known again.
     """
 
     ids: array[int]
     outline: PromptOutline
-    pinned: int = 0
     prompt: Prompt | None = None
     encoded: EncodedText = field(default_factory=EncodedText)
 
@@ -258,9 +257,10 @@ class Chat:
         turn_starts = tuple(map(whole.token_at, prompt.turn_offsets))
         spans = prompt.markers(whole.departed.chars)
         markers = tuple((whole.token_at(start), whole.token_at(end)) for start, end in spans)
-        outline = PromptOutline(whole.tokens, turn_starts, whole.token_at(prompt.answer_offset), markers)
+        pinned, answer = whole.token_at(prompt.pinned_chars), whole.token_at(prompt.answer_offset)
+        outline = PromptOutline(whole.tokens, turn_starts, answer, markers, pinned)
         ids = held.passed[: whole.departed.tokens] + whole.ids
-        return EncodedPrompt(ids, outline, whole.token_at(prompt.pinned_chars), prompt, whole)
+        return EncodedPrompt(ids, outline, prompt, whole)
 
     def _staying(self, prompt: EncodedPrompt, state: Window) -> EncodedText | None:
         """A prompt's text and ids without what has left by now; None for a text that is not to be known again."""
@@ -273,9 +273,10 @@ class Chat:
     def _state(self, prompt: EncodedPrompt, reusable: Reusable) -> Window:
         """The cache when it keeps what it can of a prompt."""
         kv = self.timeline.engine.kv
-        state = reusable(prompt.ids, min(prompt.pinned, kv.max_pinned))
-        if prompt.pinned > kv.max_pinned:
-            state = replace(state, pinned=min(prompt.pinned, kv.capacity - kv.stride))
+        pinned = prompt.outline.pinned
+        state = reusable(prompt.ids, min(pinned, kv.max_pinned))
+        if pinned > kv.max_pinned:
+            state = replace(state, pinned=min(pinned, kv.capacity - kv.stride))
         return state
 
     def _check(self, prompt: EncodedPrompt, state: Window, request: ChatRequest) -> LengthReport:
@@ -295,7 +296,7 @@ class Chat:
         return Request(
             tokens=prompt.ids,
             turn_starts=prompt.outline.all_starts,
-            pinned=prompt.pinned,
+            pinned=prompt.outline.pinned,
             eos_ids=frozenset(self.timeline.engine.spec.eos_ids),
             room=room,
             markers=prompt.outline.markers,

@@ -28,7 +28,8 @@ _OTHER = "Choose another place."
 _REMEDIES = {
     errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EFBIG: _ROOM,
     errno.EROFS: _RIGHTS, errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS,
-    errno.ENOTDIR: _OTHER, errno.EISDIR: _OTHER, errno.EEXIST: _OTHER, errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.ENOTDIR: _OTHER, errno.EISDIR: _OTHER, errno.EEXIST: _OTHER, errno.ENOENT: _OTHER,
+    errno.ENAMETOOLONG: "Choose a shorter name.",
 }  # fmt: skip
 """What to do about each error that is the disk's or the user's doing; any other is passed on."""
 

@@ -31,6 +31,9 @@ from edgekv.model.spec import ModelSpec
 from edgekv.text.precheck import OVERFLOWS, Overflow
 from edgekv.units import parse_bytes
 
+_MOST_THREADS = 64
+"""That may be asked for on any machine; thousands keep it busy with nothing but themselves."""
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -58,6 +61,9 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 0):
                 raise InvalidOption(f"{name} is {value!r}; it must be a whole number, and not negative.")
+        most = max(_MOST_THREADS, os.cpu_count() or 1)
+        if self.threads > most:
+            raise InvalidOption(f"threads is {self.threads}; it must be at most {most}: one a core serves best.")
         if self.overflow not in OVERFLOWS:
             raise InvalidOption(f"Unknown overflow policy {self.overflow!r}: choose {' or '.join(OVERFLOWS)}.")
 

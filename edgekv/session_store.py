@@ -130,10 +130,11 @@ class SessionStore:
         )
 
     def new_name(self, model: str) -> str:
-        """A name for a new conversation: model and time."""
+        """A name for a new conversation: model and time. One that has never been saved may be open elsewhere."""
         plain = re.sub(r"[^\w.-]", "-", model).lstrip(".-")[:60] or "session"
         base = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
         taken = {path.stem for path in self.folder.glob(f"*{SUFFIX}")}
+        taken |= {path.stem.removeprefix(".") for path in self.folder.glob(".*.lock")}
         return next(name for name in (base, *(f"{base}-{n}" for n in range(2, 1000))) if name not in taken)
 
 

@@ -29,6 +29,10 @@ COMMANDS = {
 }
 
 
+class _ReaderGone(Exception):
+    """Whoever read our output has gone."""
+
+
 class _Commands(click.Group):
     """Knows the commands by name and imports one when it is used."""
 
@@ -41,6 +45,12 @@ class _Commands(click.Group):
         command = import_module(f"edgekv.cli.{name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # click would end with 1, which is a bug's
+            raise _ReaderGone from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -60,6 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    _open_streams()
     try:
         result: Any = group.main(arguments, prog_name="edgekv", standalone_mode=False)
         sys.stdout.flush()
@@ -76,13 +87,20 @@ def run(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         click.echo("", err=True)
         return 130
-    except BrokenPipeError:  # the reader of our output has gone; keep Python from complaining at exit
+    except (_ReaderGone, BrokenPipeError):  # keep Python from complaining at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         return _refuse(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))
     except MemoryError:
         return _refuse("The system ran out of memory: give a smaller --memory or --context.")
+
+
+def _open_streams() -> None:
+    """Where a standard stream was closed before we began, Python has None: nothing is read or written there then."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _refuse(message: str) -> int:

@@ -13,13 +13,13 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._error: EdgeKVError | None = None
+        self._error: EdgeKVError | OSError | None = None
 
     def start(self, task: Callable[[], object]) -> None:
         """Begin a task.
 
         Raises:
-            EdgeKVError: as `wait`, of the task before.
+            EdgeKVError, OSError: as `wait`, of the task before.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(task,))  # no daemon: a process ends after it
@@ -29,7 +29,7 @@ class Background:
         """Until nothing is under way.
 
         Raises:
-            EdgeKVError: what the task failed with; told once.
+            EdgeKVError, OSError: what the task failed with; told once.
         """
         if self._thread is not None:
             self._thread.join()
@@ -41,5 +41,5 @@ class Background:
     def _run(self, task: Callable[[], object]) -> None:
         try:
             task()
-        except EdgeKVError as error:
+        except (EdgeKVError, OSError) as error:
             self._error = error

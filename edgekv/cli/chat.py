@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from edgekv.chat import Events
 from edgekv.cli import render
 from edgekv.cli.background import Background
 from edgekv.cli.interrupt import Interrupt
@@ -18,7 +19,7 @@ from edgekv.cli.options import given, options_of
 from edgekv.cli.ready import ready_runtime
 from edgekv.conversation import read_conversation, write_conversation
 from edgekv.errors import EdgeKVError, InvalidOption
-from edgekv.generate import Event, Finished
+from edgekv.generate import Finished
 from edgekv.model import catalog
 from edgekv.options import LoadOptions, home_of
 from edgekv.sampling import SamplingOptions
@@ -109,6 +110,7 @@ class ChatLoop:
     as_json: bool
     saved: SavedSession | None = None
     last: Finished | None = None
+    _asked: str = ""  # the last question, if it has no answer in the conversation
     _saving: Background = field(default_factory=Background)
 
     def resume(self, *, reread: bool, sampling: dict[str, Any], system: str | None) -> None:
@@ -144,18 +146,24 @@ class ChatLoop:
         report = self.session.precheck(text).require()
         if not self.as_json:
             render.print_forecast(report)
+        self._asked = text
         self._ask(text)
         printer = render.AnswerPrinter(as_json=self.as_json)
-        events: Iterator[Event] = self.session.send(text)
+        known = len(self.session.messages)
+        events: Events = self.session.send(text)
         self.last = None
-        with Interrupt() as interrupt:
-            for event in events:
-                printer.show(event)
-                if isinstance(event, Finished):
-                    self.last = event
-                if interrupt.asked:
-                    events.close()  # type: ignore[attr-defined]
-                    break
+        try:
+            with Interrupt() as interrupt:
+                for event in events:
+                    printer.show(event)
+                    if isinstance(event, Finished):
+                        self.last = event
+                    if interrupt.asked:
+                        break
+        finally:
+            events.close()
+            if len(self.session.messages) > known:
+                self._asked = ""
         printer.end()
         self._save_now()
         if render.console.is_terminal and not self.as_json:
@@ -199,13 +207,21 @@ class ChatLoop:
         )
 
     def _guarded(self, action: Any) -> int:
-        """Run one line, when the save before it has ended; a refusal is printed and the conversation goes on."""
+        """Run one line, when the save before it has ended; a refusal is printed and the conversation goes on, as it
+        does when someone at the keyboard is impatient with Ctrl-C."""
         self.settle()
         try:
             return int(action() or 0)
-        except EdgeKVError as error:
+        except (EdgeKVError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
             click.echo(f"error: {error}", err=True)
             return 2
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            render.note("\n[stopped]")
+            return 130
 
     def _command(self, line: str) -> None:
         name, _, rest = line[1:].partition(" ")
@@ -229,16 +245,16 @@ class ChatLoop:
         return render.named_turns(self.session.precheck("").turns_gone)
 
     def _undo(self) -> None:
-        done = self.session.undo()
+        done, self._asked = self.session.undo(), ""
         self._save_now()
         render.note("[taken back]" if done else "[nothing to take back]")
 
     def _retry(self) -> None:
-        asked = self.saved.asked if self.saved is not None else ""
-        asked = asked or self.session.last_question
+        kept = self.saved.asked if self.saved is not None else ""
+        asked = self._asked or kept or self.session.last_question
         if not asked:
             raise InvalidOption("There is no question to ask again.")
-        if asked == self.session.last_question:
+        if not self._asked and asked == self.session.last_question:
             self.session.undo()
         self.answer(asked)
 
@@ -250,6 +266,7 @@ class ChatLoop:
 
     def _reset(self) -> None:
         self.session.reset()
+        self._asked = ""
         self._save_now()
         render.note("[forgotten]")
 
@@ -294,6 +311,7 @@ class ChatLoop:
             self.session.messages = messages
         else:
             self.session.load(path if path.exists() else path.with_name(path.name + SUFFIX))
+        self._asked = ""
         self._save_now()
         render.note(f"[{len(self.session.messages)} messages read]")
 
@@ -303,7 +321,7 @@ def _telling() -> Iterator[None]:
     """What cannot be written is told, and the chat goes on."""
     try:
         yield
-    except EdgeKVError as error:
+    except (EdgeKVError, OSError) as error:
         render.note(f"[not saved: {error}]")
 
 
@@ -319,7 +337,9 @@ def _lines(interactive: bool) -> Iterator[str]:
         yield from sys.stdin
         return
     try:
-        import readline  # noqa: F401  (gives input() editing and history)
+        import readline  # gives input() editing and history
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
     except ImportError:
         render.note("[no line editing on this system]")
     while True:

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from edgekv.generate import Event, Evicted, Finished, NotedDown, PrefillProgress, TextDelta, Usage
 from edgekv.kv.plan import Plan
@@ -49,18 +49,23 @@ def shortened(text: str, most: int = 50) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
-    """A table on stdout. `right` names the columns that hold numbers."""
-    out.print(_grid(title, columns, rows, right=right))
+    """A table on stdout, each row on a line of its own: what is too long for a terminal goes on in its next line, so
+    that names can be copied. `right` names the columns that hold numbers."""
+    if title:
+        say(title)
+    head = [list(columns)] if any(columns) else []
+    lines = [[cell.replace("\n", " ") for cell in row] for row in (*head, *rows)]
+    widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
+    for index, row in enumerate(lines):
+        cells = zip(row, widths, (index in right for index in range(len(row))), strict=True)
+        style = "bold" if index < len(head) else None
+        out.print("  ".join(_padded(*cell) for cell in cells).rstrip(), style=style, markup=False, soft_wrap=True)
 
 
-def _grid(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Table:
-    show_header = any(columns)
-    grid = Table(title=title or None, box=None, pad_edge=False, show_header=show_header, header_style="bold")
-    for index, name in enumerate(columns):
-        grid.add_column(name, justify="right" if index in right else "left", overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    return grid
+def _padded(text: str, width: int, to_right: bool) -> str:
+    """A cell of so many columns of the terminal."""
+    blank = " " * (width - cell_len(text))
+    return blank + text if to_right else text + blank
 
 
 def print_json(data: Any) -> None:
@@ -165,7 +170,7 @@ class AnswerPrinter:
 
     def __init__(self, *, as_json: bool) -> None:
         self._json = as_json
-        self._wrote = False
+        self._wrote = self._reading = False
         self._left, self._turns = 0, set[int]()  # tokens that left while the answer was written, and their messages
 
     def show(self, event: Event) -> None:
@@ -173,11 +178,14 @@ class AnswerPrinter:
         if self._json:
             print_json({"event": type(event).__name__} | asdict(event))
         elif isinstance(event, TextDelta):
+            self._clear()
             click.echo(event.text, nl=False)
             self._wrote = True
         elif isinstance(event, PrefillProgress) and console.is_terminal:
             click.echo(f"\r\x1b[2mreading {event.done} of {event.total} tokens\x1b[0m", nl=False, err=True)
+            self._reading = True
         elif isinstance(event, NotedDown):
+            self._clear()
             note(f"[{event.messages} messages have left; noted down: {event.note}]")
         elif isinstance(event, Evicted) and self._wrote:
             self._left, self._turns = self._left + event.tokens, self._turns | set(event.turns)
@@ -185,10 +193,17 @@ class AnswerPrinter:
 
     def end(self) -> None:
         """Finish the line, and say what left meanwhile."""
+        self._clear()
         if self._wrote and not self._json:
             click.echo()
         if self._left:
             note(f"[meanwhile {self._left} tokens{named_turns(sorted(self._turns))} left the cache]")
+
+    def _clear(self) -> None:
+        """Take back the line that says how far reading is."""
+        if self._reading:
+            click.echo("\r\x1b[K", nl=False, err=True)
+            self._reading = False
 
 
 _BAR = 20  # characters

@@ -111,14 +111,25 @@ class Window:
         return tuple(made)
 
     def forecast(self, tokens: int, turn_starts: Iterable[int] = (), markers: Iterable[Span] = ()) -> Window:
-        """The state after `tokens` more tokens, with all the evictions they bring. Nothing is changed."""
+        """The state after `tokens` more tokens, with all the evictions they bring. Nothing is changed. A large number
+        takes no longer: behind the last turn and marker, evictions are all alike."""
         starts, spans, state = tuple(turn_starts), tuple(markers), self
+        last = max((*starts, *(end for _, end in spans)), default=0)
         while tokens:
             if not state.room:
+                if state.pinned + state.evicted >= last:
+                    return state._full_after(tokens)
                 state = state.apply(state.next_move(starts, spans))
             step = min(tokens, state.room)
             state, tokens = state.append(step), tokens - step
         return state
+
+    def _full_after(self, tokens: int) -> Window:
+        """The state of a full cache after `tokens` more tokens, where no turn and no marker is met."""
+        count = self.next_move().count
+        evictions = -(-tokens // count)
+        length = self.length + tokens - evictions * count
+        return replace(self, length=length, evicted=self.evicted + evictions * count)
 
 
 @dataclass(frozen=True)

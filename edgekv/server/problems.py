@@ -19,7 +19,8 @@ class Problem(Exception):
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None, **extra: Any) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param, self.extra = status, message, code, param, extra
+        self.message, self.param = _sendable(message), None if param is None else _sendable(param)
+        self.status, self.code, self.extra = status, code, extra
 
     @property
     def type(self) -> str:
@@ -39,6 +40,11 @@ class Problem(Exception):
     def headers(self) -> dict[str, str]:
         """When to come back, for a problem that passes."""
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
+
+
+def _sendable(text: str) -> str:
+    """The text with each half of a surrogate pair, which a client may send and nobody can encode, written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def refused(message: str, param: str | None = None, code: str = "invalid_value") -> Problem:

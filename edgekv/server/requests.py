@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from edgekv.sampling import MAX_TOP_LOGPROBS
+from edgekv.errors import InvalidOption
+from edgekv.sampling import MAX_TOP_LOGPROBS, SamplingOptions
 from edgekv.server.problems import Problem, refused
 from edgekv.text.prompt import ROLES
 from edgekv.text.template import Message, Tool
@@ -35,6 +36,9 @@ SAMPLING = {
     "repetition_penalty": "repetition_penalty", "max_seconds": "max_seconds",
 }  # fmt: skip
 """Numbers of a request -> fields of SamplingOptions. The last four are not OpenAI's."""
+
+MAX_DEPTH = 100
+"""How deep lists and objects may be nested in a body; walking through more would end at Python's recursion limit."""
 
 ToolChoice = Literal["auto", "none", "required"]
 
@@ -110,9 +114,25 @@ class Fields:
 def read_json(body: bytes) -> Any:
     """The body's JSON value."""
     try:
-        return json.loads(body)
+        data = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise refused(f"The body is not JSON: {error}.", code="invalid_json") from None
+    _check_depth(data, "The body")
+    return data
+
+
+def _check_depth(data: Any, what: str, param: str | None = None) -> None:
+    """Refuse what is nested so deeply that it could not be walked through."""
+    level = [data]
+    for _ in range(MAX_DEPTH + 1):
+        level = [item for part in level if isinstance(part, dict | list) for item in _items(part)]
+        if not level:
+            return
+    raise refused(f"{what} is nested more than {MAX_DEPTH} deep: make it flatter.", param, "nested_too_deeply")
+
+
+def _items(part: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return part.values() if isinstance(part, dict) else part
 
 
 def chat_call(data: Any) -> Call:
@@ -124,6 +144,7 @@ def chat_call(data: Any) -> Call:
     fields = Fields(data)
     common = _common(fields)
     sampling = common.pop("sampling")
+    common["session_id"] = _session_id(fields)
     messages = fields.need("messages", list, "a list of messages")
     if not messages:
         raise refused("messages is empty: at least one is needed.", "messages")
@@ -158,16 +179,19 @@ def _common(fields: Fields) -> dict[str, Any]:
     include_usage = options.take("include_usage", bool, "true or false") or False
     options.take("include_obfuscation", bool, "true or false")
     options.finish()
-    session_id = fields.take("session_id", str, "a string")
-    if session_id is not None and not 0 < len(session_id) <= 128:
-        raise refused("session_id must be 1 to 128 characters.", "session_id")
     return {
         "model": fields.need("model", str, "a model's name"),
         "stream": stream,
         "include_usage": include_usage,
-        "session_id": session_id,
         "sampling": _sampling(fields),
     }
+
+
+def _session_id(fields: Fields) -> str | None:
+    session_id: str | None = fields.take("session_id", str, "a string")
+    if session_id is not None and not 0 < len(session_id) <= 128:
+        raise refused("session_id must be 1 to 128 characters.", "session_id")
+    return session_id
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:
@@ -175,6 +199,7 @@ def _sampling(fields: Fields) -> dict[str, Any]:
     for name, option in SAMPLING.items():
         value = fields.take(name, (int, float), "a number")
         if value is not None:
+            _check_sampling(name, option, value)
             sampling[option] = value
     stop = fields.take("stop", (str, list), "a string or a list of strings")
     if stop is not None:
@@ -183,6 +208,14 @@ def _sampling(fields: Fields) -> dict[str, Any]:
             raise refused("stop must be strings, none of them empty.", "stop")
         sampling["stop"] = tuple(texts)
     return sampling
+
+
+def _check_sampling(name: str, option: str, value: float) -> None:
+    """Refuse a value in terms of the client's field, not of the option that it becomes."""
+    try:
+        SamplingOptions(**{option: value})  # type: ignore[arg-type]
+    except InvalidOption as error:
+        raise refused(str(error).replace(option, name, 1), name) from None
 
 
 def _chat_logprobs(fields: Fields) -> dict[str, Any]:
@@ -266,6 +299,7 @@ def _called(data: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         path = f"{where}.function.arguments"
         raise refused(f"{path} is not a JSON object.", path)
+    _check_depth(arguments, f"{where}.function.arguments", f"{where}.function.arguments")
     return {"id": number, "type": kind, "function": {"name": name, "arguments": arguments}}
 
 

@@ -136,7 +136,6 @@ class _StopGate:
         if "" in stop:
             raise InvalidOption("A stop string is empty, so every answer would be: leave it out.")
         self._stop = tuple(stop)
-        self._heads = {text[:size] for text in stop for size in range(1, len(text))}
         self._longest = max(map(len, stop), default=0)
         self._held = ""
         self.passed: list[str] = []
@@ -148,12 +147,15 @@ class _StopGate:
         if found:
             self.stopped = True
             return self._pass(min(found)[1], drop=True)
-        sizes = range(min(self._longest - 1, len(self._held)), 0, -1)
-        keep = next((size for size in sizes if self._held[-size:] in self._heads), 0)
-        return self._pass(len(self._held) - keep)
+        return self._pass(len(self._held) - self._possible_beginning())
 
     def close(self) -> str:
         return "" if self.stopped else self._pass(len(self._held))
+
+    def _possible_beginning(self) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        sizes = range(min(self._longest - 1, len(self._held)), 0, -1)
+        return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stop)), 0)
 
     def _pass(self, size: int, *, drop: bool = False) -> str:
         text, self._held = self._held[:size], "" if drop else self._held[size:]

@@ -87,7 +87,10 @@ def _from_schema(library: Any, schema: str) -> str:
         raise InvalidOption(f"The JSON schema is not JSON: {error}.") from None
     if not isinstance(parsed, dict | bool):
         raise InvalidOption("The JSON schema is not an object.")
-    text: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
+    try:
+        text: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
+    except ValueError as error:  # nested too deeply, or half of a surrogate pair in it
+        raise InvalidOption(f"The JSON schema cannot be followed: {_first_line(str(error))}.") from None
     return text
 
 

@@ -79,6 +79,7 @@ class PromptOutline:
     turn_starts: Sequence[int] = ()  # token at which each message's turn begins; the first may be behind pinned text
     answer_start: int | None = None  # token at which the answer's turn begins, if the prompt has one
     markers: Sequence[Span] = ()  # tokens that no eviction splits
+    pinned: int = 0  # tokens at the beginning that are to be pinned, which may be more than the cache can
 
     @property
     def all_starts(self) -> tuple[int, ...]:
@@ -161,12 +162,13 @@ def check_lengths(
 def _limit(
     prompt: PromptOutline, state: Window, max_pinned: int, max_new_tokens: int | None, overflow: Overflow
 ) -> _Limit:
-    if state.pinned > max_pinned:
+    pinned = max(prompt.pinned, state.pinned)
+    if pinned > max_pinned:
         fact = (
-            f"The system prompt is {state.pinned} tokens, but at most {max_pinned} (a quarter of the cache of "
+            f"The system prompt is {pinned} tokens, but at most {max_pinned} (a quarter of the cache of "
             f"{state.capacity}) can be kept for good"
         )
-        return _Limit(max_pinned, state.pinned, fact, "shorten it", _LARGER, _SERVE_LARGER)
+        return _Limit(max_pinned, pinned, fact, "shorten it", _LARGER, _SERVE_LARGER)
     if overflow == "error":
         return _limit_of_whole(prompt.length, state.capacity, 1 if max_new_tokens is None else max_new_tokens)
     return _limit_of_message(prompt, state)

@@ -110,6 +110,9 @@ class ChatFormat:
             TemplateError: the template refuses the messages, leaves the system prompt out, or a role is unknown.
             InvalidOption: something is no message with a role and a text.
         """
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            kind = type(messages).__name__
+            raise InvalidOption(f'The messages are a {kind}; they must be a list of {{"role": ..., "content": ...}}.')
         known = self._seen.shared_with(messages)
         last, self._last = self._last, None
         if last is not None and last[0] == add_generation_prompt and known == len(messages) == len(self._seen.messages):

@@ -137,7 +137,12 @@ class Tokenizer:
         return self.encode("a")[-1:]
 
     def guard(self, content: str) -> str:
-        """Make a content safe to put into a template: `unguard` gives it back, `encode_guarded` reads it as text."""
+        """Make a content safe to put into a template: `unguard` gives it back, `encode_guarded` reads it as text.
+
+        Raises:
+            InvalidOption: it is no text.
+        """
+        check_text(content)
         content = _LITERAL.sub(lambda match: _ESCAPES[match[0]], content)
         return self._borders.close(content)
 
@@ -179,7 +184,8 @@ class Tokenizer:
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
         except TypeError:
-            raise InvalidOption(f"The text is not valid Unicode: {_surrogate(text)}. Remove that character.") from None
+            check_text(text)
+            raise
         for number, (start, _) in zip(encoding.ids, encoding.offsets, strict=True):
             if number in self._never_text:
                 yield from ((part, start) for part in self._spell(number))
@@ -279,9 +285,24 @@ def _guarded_offsets(offsets: Sequence[int], pieces: Sequence[_Piece]) -> Iterat
         yield latest
 
 
-def _surrogate(text: str) -> str:
-    where = next((index for index, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
-    return f"character {where} is half of a surrogate pair (U+{ord(text[where]):04X})" if text else "it is not a string"
+def check_text(text: Any) -> None:
+    """Refuse what is no text, with the place in it.
+
+    Raises:
+        InvalidOption: it is not a string, or holds half of a surrogate pair (what Python makes of bytes that are no
+            UTF-8, too).
+    """
+    if not isinstance(text, str):
+        raise InvalidOption(f"The text is of type {type(text).__name__}; it must be a string.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        byte = f", for the byte 0x{code - 0xDC00:02X} that is no UTF-8" if 0xDC80 <= code <= 0xDCFF else ""
+        raise InvalidOption(
+            f"The text is not valid Unicode: character {error.start} is half of a surrogate pair (U+{code:04X}){byte}. "
+            "Remove that character."
+        ) from None
 
 
 def _one_line(error: BaseException) -> str:

@@ -155,4 +155,14 @@ def _as_call(text: str, arguments_key: str, names: Collection[str]) -> ToolCall 
     if not isinstance(data, dict) or not isinstance(data.get("name"), str) or data["name"] not in names:
         return None
     arguments = data.get(arguments_key, data.get("arguments", {}))
-    return ToolCall(data["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return ToolCall(data["name"], _json_text(arguments)) if isinstance(arguments, dict) else None
+
+
+def _json_text(value: Any) -> str:
+    """The value as JSON; an escape for half of a surrogate pair, which is no text, stays an escape."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text

@@ -13,13 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.chat import make_chat_model
+from rich.console import Console
 
 from edgekv.api import load
-from edgekv.cli import COMMANDS
+from edgekv.cli import COMMANDS, render
 from edgekv.cli.chat import ChatLoop
+from edgekv.cli.interrupt import Interrupt
 from edgekv.convert import convert
 from edgekv.engines.onnx import native
 from edgekv.errors import StorageError
+from edgekv.generate import PrefillProgress, TextDelta
 from edgekv.kv.scales import read_scales, write_scales
 from edgekv.model.converted import ConvertedModel
 from edgekv.session_store import SavedSession, SessionStore
@@ -77,6 +80,134 @@ def test_a_full_disk_does_not_end_the_chat(
     printed = capsys.readouterr()
     assert printed.out.strip()
     assert printed.err.count("[not saved: Could not write") == 2
+
+
+def test_a_question_that_was_stopped_before_its_answer_is_what_retry_asks(
+    chat_model: ConvertedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exchange before it stays as it is."""
+    stopping = False
+
+    class Stopped(Interrupt):
+        def __enter__(self) -> Interrupt:
+            self.asked = stopping
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr("edgekv.cli.chat.Interrupt", Stopped)
+    with load(chat_model.folder, memory="4GiB", context=1024) as runtime:
+        loop = ChatLoop(runtime, runtime.session(max_new_tokens=4), as_json=False)
+        loop.answer("Hello")
+        before = list(loop.session.messages)
+        long, stopping = "word " * 100, True
+        assert loop.answer(long) == 130
+        assert loop.session.messages == before
+        stopping = False
+        loop._command("/retry")
+        assert loop.session.messages[:-2] == before
+        assert loop.session.last_question == long
+        loop._command("/retry")  # that one has an answer now, which goes
+        assert loop.session.messages[:-2] == before
+
+
+def test_an_impatient_ctrl_c_ends_the_answer_and_not_the_chat(
+    chat_model: ConvertedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the keyboard; in a script it ends everything."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with load(chat_model.folder, memory="4GiB", context=128) as runtime:
+        loop = ChatLoop(runtime, runtime.session(), as_json=False)
+        monkeypatch.setattr(loop.session, "precheck", interrupted)
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        assert loop._guarded(lambda: loop.answer("Hello")) == 130
+        monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            loop._guarded(lambda: loop.answer("Hello"))
+
+
+def test_what_cannot_be_written_does_not_end_the_chat(chat_model: ConvertedModel) -> None:
+    """/proc takes no files: its refusal is told as any other."""
+    result = edgekv("chat", chat_model.folder, "--context", "128", stdin="/save /proc/talk\n/stats\n")
+    assert "error: Could not write /proc/talk.safetensors" in result.stderr
+    assert "0 of 128 tokens" in result.stdout
+
+
+def test_the_line_of_progress_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the answer's first words, and where there are none."""
+    monkeypatch.setattr(render, "console", Console(stderr=True, force_terminal=True))
+    for events in ([PrefillProgress(256, 300), TextDelta("Hi")], [PrefillProgress(256, 300)]):
+        printer = render.AnswerPrinter(as_json=False)
+        for event in events:
+            printer.show(event)
+        printer.end()
+        assert capsys.readouterr().err == "\rreading 256 of 300 tokens\r"  # click leaves codes out here
+
+
+def test_tables_are_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that is cut in two can neither be copied nor be found by grep."""
+    render.table("", ["name", "size"], [["n" * 90, "1"], ["\u6f22\u5b57", "20"]], right=[1])
+    assert capsys.readouterr().out == f"{'name':90}  size\n{'n' * 90}     1\n\u6f22\u5b57{' ' * 86}    20\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(chat_model: ConvertedModel, closed: str) -> None:
+    """As services are started: nothing is read or written there."""
+    command = (
+        f"{sys.executable} -m edgekv chat '{chat_model.folder}' --context 128 --max-new-tokens 4 -p Hello {closed}"
+    )
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert bool(result.stdout) == (">&-" not in closed.replace("2>&-", ""))
+
+
+def test_a_reader_that_goes_away_is_no_error(chat_model: ConvertedModel) -> None:
+    """`| head -1`"""
+    command = f"{sys.executable} -m edgekv chat '{chat_model.folder}' --context 128 --json -p Hello --max-new-tokens 50"
+    script = f"{command} | head -1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_pasted_lines_are_one_message(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """In a terminal that says what is pasted, as all do by now."""
+    readline = pytest.importorskip("readline")
+    if "libedit" in readline.__doc__:
+        pytest.skip("libedit takes every line for itself")
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "edgekv", "chat", str(chat_model.folder), "--context", "256", "--no-save"]
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "4"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    os.close(theirs)
+    shown = b""
+
+    def until(mark: bytes) -> None:
+        nonlocal shown
+        while mark not in shown:
+            shown += os.read(ours, 4096)
+        shown = b""
+
+    until(b"> ")
+    os.write(ours, b"\x1b[200~first line\rsecond line\x1b[201~\r")
+    until(b"first token after")
+    words = tmp_path / "words.json"
+    os.write(ours, f"/save {words}\r".encode())
+    until(b"messages written")
+    os.write(ours, b"/quit\r")
+    assert process.wait(60) == 0
+    os.close(ours)
+    asked = [message["content"] for message in json.loads(words.read_text())["messages"] if message["role"] == "user"]
+    assert [text.split() for text in asked] == [["first", "line", "second", "line"]]
 
 
 def test_one_answer_and_exit(chat_model: ConvertedModel) -> None:

@@ -48,6 +48,15 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(capacity, stride, pinned, gaps, steps)
 
 
+@given(runs(), st.integers(1, 10_000))
+def test_a_forecast_of_any_number_is_quick(run: Run, more: int) -> None:
+    """An answer may be asked for that is longer than any computer could count to."""
+    state = Window(run.capacity, run.stride, run.pinned)
+    far = state.forecast(10**18, run.turns)
+    assert far.length + far.evicted == 10**18
+    assert far.forecast(more, run.turns) == state.forecast(10**18 + more, run.turns)
+
+
 @settings(max_examples=400, deadline=None)
 @given(runs())
 def test_equals_lists(run: Run) -> None:

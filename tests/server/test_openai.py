@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ from edgekv.model.converted import ConvertedModel
 
 USER = [{"role": "user", "content": "Hello there"}]
 CHAT = {"model": "tiny-chat", "messages": USER}
+
+
+DEEP = reduce(lambda inner, _: {"a": inner}, range(480), {})
+"""Deeper than Python goes down by itself; json reads it, though."""
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    """A tool call as clients send them back."""
+    return {"id": "1", "function": {"name": "f", "arguments": json.dumps(arguments)}}
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +309,14 @@ REFUSED = [
     ({}, {"temperature": "hot"}, "temperature must be a number"),
     ({}, {"temperature": True}, "temperature must be a number"),
     ({}, {"temperature": 1000}, "temperature is 1000"),
-    ({}, {"max_tokens": 0}, "max_new_tokens is 0"),
+    ({}, {"max_tokens": 0}, "max_tokens is 0"),
+    ({}, {"max_tokens": 1.5}, "max_tokens is 1.5"),
+    ({}, {"\ud800": 1}, "\\ud800 is not supported"),
+    ({"messages": [{"role": "user", "content": "x", "\ud800": 1}]}, {}, "messages[0].\\ud800 is not supported"),
+    ({"messages": [{"role": "user", "content": "caf\udce9"}]}, {}, "character 3 is half of a surrogate pair"),
+    ({}, {"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}, "more than 100 deep"),
+    ({}, {"tools": [{"function": {"name": "f", "parameters": DEEP}}]}, "The body is nested more than 100 deep"),
+    ({"messages": [{"role": "assistant", "tool_calls": [called(DEEP)]}]}, {}, "arguments is nested more than 100"),
     ({}, {"top_logprobs": 2}, "top_logprobs needs"),
     ({}, {"max_seconds": 0}, "max_seconds is 0"),
     ({}, {"session_id": ""}, "session_id must be"),
@@ -336,7 +352,8 @@ class TestRefusals:
     @pytest.mark.parametrize(("changes", "extra", "words"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
     def test_bad_fields_by_name(self, url: str, changes: dict, extra: dict, words: str) -> None:
         """400 with one sentence."""
-        reply = httpx.post(f"{url}/v1/chat/completions", json=CHAT | changes | extra)
+        body = json.dumps(CHAT | changes | extra)
+        reply = httpx.post(f"{url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
         assert reply.status_code == 400, reply.text
         error = reply.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}

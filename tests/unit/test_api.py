@@ -88,6 +88,18 @@ def test_overflow_is_an_error_with_both_numbers(runtime: edgekv.Runtime) -> None
     assert runtime.chat_state.timeline.tokens == []
 
 
+def test_a_system_prompt_that_is_too_long_is_told_with_its_own_length(runtime: edgekv.Runtime) -> None:
+    """However long: not with the most that a cache could pin."""
+    runtime.chat(USER, max_new_tokens=1)
+    for words in (200, 2000):
+        messages = [{"role": "system", "content": "word " * words}, *USER]
+        with pytest.raises(edgekv.ContextOverflow) as caught:
+            runtime.chat(messages, max_new_tokens=1)
+        told = len(runtime.chat_state.tokenizer.encode("word " * words))
+        assert told < caught.value.input_tokens < told + 16
+        assert f"The system prompt is {caught.value.input_tokens} tokens" in str(caught.value)
+
+
 def test_answers_end_where_the_cache_does(runtime: edgekv.Runtime) -> None:
     """Under overflow="error" an answer without a limit fills the cache and ends with "length", never with an error."""
     reply = runtime.chat(USER)
@@ -201,7 +213,11 @@ def test_a_new_answer_ends_the_one_before(runtime: edgekv.Runtime) -> None:
         (lambda r: r.chat(USER, max_new_tokens=0), "max_new_tokens is 0"),
         (lambda r: r.chat(USER, max_seconds="8"), "max_seconds is '8'"),
         (lambda r: r.chat(USER, json_schema=[1]), "json_schema is a list"),
-        (lambda r: r.chat("Hello"), "Message 0 is 'H'; it must be like"),
+        (lambda r: r.chat("Hello"), "The messages are a str; they must be a list"),
+        (lambda r: r.chat(USER[0]), "The messages are a dict"),
+        (lambda r: r.chat(message for message in USER), "The messages are a generator"),
+        (lambda r: r.chat(["Hello"]), "Message 0 is 'Hello'; it must be like"),
+        (lambda r: r.generate(None), "of type NoneType; it must be a string"),
         (lambda r: r.chat([*USER, {"role": "assistant", "content": None}]), "Message 1 is .*None"),
         (lambda r: r.chat([{"content": "Hello"}]), "Message 0"),
         (lambda r: r.session(overflow="forget").precheck("x"), "overflow"),
@@ -217,7 +233,7 @@ def test_bad_loads(chat_model: ConvertedModel, tmp_path: Path) -> None:
     """Each with its own exception and a message that says what to do."""
     with pytest.raises(edgekv.InvalidOption, match="memroy"):
         edgekv.load(chat_model.folder, memroy="1GiB")
-    for options in ({"context": "256"}, {"threads": -1}, {"overflow": "forget"}):
+    for options in ({"context": "256"}, {"threads": -1}, {"threads": 1_000_000}, {"overflow": "forget"}):
         with pytest.raises(edgekv.InvalidOption, match=next(iter(options))):
             edgekv.load(chat_model.folder, **options)
     with pytest.raises(edgekv.MemoryBudgetError, match="--memory"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,14 @@ def test_a_token_costs_the_same_at_any_length(monkeypatch: pytest.MonkeyPatch) -
     for token in [*BYTES.encode("some words 你好 🦙 ") * 50, *[BYTE_IDS[0x99]] * 300, *[BYTE_IDS[0xF0]] * 300]:
         stream.add(token)
     assert longest <= 8
+
+
+def test_a_long_stop_string_takes_no_more_than_itself() -> None:
+    """A client may send one of a megabyte; all its beginnings together would be terabytes."""
+    tracemalloc.start()
+    stream = StreamDetokenizer(BYTES, ["a" * 1_000_000])
+    assert stream.add(BYTES.encode("b")[0]) == "b"
+    assert stream.add(BYTES.encode("a")[0]) == ""
+    assert stream.finish() == "a"
+    assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    tracemalloc.stop()

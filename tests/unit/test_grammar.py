@@ -60,6 +60,8 @@ def test_the_answer_after_it_is_free_again(runtime: edgekv.Runtime) -> None:
         ({"json_schema": "{"}, "is not JSON"),
         ({"json_schema": "[]"}, "not an object"),
         ({"json_schema": '{"type": "objekt"}'}, "objekt"),
+        ({"json_schema": '{"a":' * 300 + "1" + "}" * 300}, "cannot be followed: recursion"),
+        ({"json_schema": '{"properties": {"\\ud800": {}}}'}, "cannot be followed: unexpected end of hex"),
         ({"grammar": "start: nothing"}, "cannot be followed"),
         ({"grammar": "start: /a/", "json_schema": "{}"}, "not both"),
         ({"top_logprobs": 21}, "between 0 and 20"),

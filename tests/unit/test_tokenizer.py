@@ -172,6 +172,15 @@ def test_half_a_surrogate_pair_is_refused(method: str) -> None:
         getattr(TOKENIZER, method)("a\udc80b")
 
 
+def test_what_is_no_text_is_refused_with_its_place() -> None:
+    """The place is that in the content, not in the prompt that the template makes of it; a byte is named as one."""
+    with pytest.raises(InvalidOption, match=r"character 3 is half .* \(U\+DCE9\), for the byte 0xE9 that is no UTF-8"):
+        TOKENIZER.guard("caf\udce9")
+    for value in (None, 5, b"abc", ["a"]):
+        with pytest.raises(InvalidOption, match=f"of type {type(value).__name__}; it must be a string"):
+            TOKENIZER.encode(value)  # type: ignore[arg-type]
+
+
 # ---- guarding --------------------------------------------------------------------------------------------------------
 
 

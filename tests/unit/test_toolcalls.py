@@ -24,6 +24,7 @@ HERMES = [
     ('<tool_call>{"name": "look", "arguments": {"far": true}}', [LOOK]),  # cut off before the tag
     ('<tool_call>{"name": "look", "arg', ['<tool_call>{"name": "look", "arg']),
     ("<tool_call>nonsense</tool_call> so", ["<tool_call>nonsense</tool_call> so"]),
+    ('{"name": "go", "arguments": {"to": "\\ud83d"}}', [ToolCall("go", '{"to": "\\ud83d"}')]),  # can still be sent
     (UNKNOWN, [UNKNOWN]),
     (NO_OBJECT, [NO_OBJECT]),
     ("1 < 2 <tool_cal", ["1 < 2 <tool_cal"]),
