@@ -254,7 +254,7 @@ class Chat:
         known = held.known.shared_with(prompt.text, held.passed, self._control_ids)
         tail = self.tokenizer.encode_guarded(prompt.text[known.chars :])
         whole = known.followed_by(prompt.text[known.chars :], tail.ids, tail.starts)
-        turn_starts = tuple(map(whole.token_at, prompt.turn_offsets))
+        turn_starts = whole.tokens_at(prompt.turn_offsets)
         spans = prompt.markers(whole.departed.chars)
         markers = tuple((whole.token_at(start), whole.token_at(end)) for start, end in spans)
         pinned, answer = whole.token_at(prompt.pinned_chars), whole.token_at(prompt.answer_offset)

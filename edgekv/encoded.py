@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from edgekv.slices import common_length
 from edgekv.text.hashing import beginning, hash_of
 
@@ -92,10 +94,11 @@ class Departed:
             and _ids_hash(ids, self.tokens) == self.ids_hash
         )
 
-    def token_at(self, offset: int) -> int:
-        """The token at the first known place at or after a character: a turn's beginning, or the end of this."""
-        index = bisect_left(self.turn_chars, offset)
-        return self.turn_tokens[index] if index < len(self.turn_tokens) else self.tokens
+    def tokens_at(self, offsets: Sequence[int]) -> list[int]:
+        """The token at the first known place at or after each character: a turn's beginning, or the end of this."""
+        indices = np.searchsorted(np.asarray(self.turn_chars, np.int64), np.asarray(offsets, np.int64))
+        tokens: list[int] = np.append(np.asarray(self.turn_tokens, np.int64), self.tokens)[indices].tolist()
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,13 @@ class EncodedText:
 
     def token_at(self, offset: int) -> int:
         """Index of the first token that starts at or after a character; in the departed part only turns are known."""
-        if offset < self.departed.chars:
-            return self.departed.token_at(offset)
-        return self.departed.tokens + bisect_left(self.starts, offset)
+        return self.tokens_at((offset,))[0]
+
+    def tokens_at(self, offsets: Sequence[int]) -> tuple[int, ...]:
+        """`token_at` of each of these, which never decrease. A conversation has thousands of turns."""
+        inside = bisect_left(offsets, self.departed.chars)
+        before = self.departed.tokens_at(offsets[:inside]) if inside else ()
+        return *before, *(self.departed.tokens + bisect_left(self.starts, offset) for offset in offsets[inside:])
 
     def followed_by(self, text: str, ids: Sequence[int], starts: Sequence[int]) -> EncodedText:
         """With more text behind; starts: counted from its own first character."""

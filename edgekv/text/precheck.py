@@ -11,6 +11,7 @@ A session has a third, overflow="summarise" (edgekv/notes.py); what it asks of t
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -138,7 +139,7 @@ def check_lengths(
     limit = _limit(prompt, state, max_pinned, max_new_tokens, overflow)
     before = answer = state
     if not limit.problem:
-        starts = tuple(start for start in prompt.all_starts if start >= state.pinned)
+        starts = prompt.all_starts[bisect_left(prompt.all_starts, state.pinned + state.evicted) :]
         before = state.forecast(prompt.length - reused, starts, prompt.markers)
         answer = before.forecast(max_new_tokens or 0, starts, prompt.markers)
     return LengthReport(
@@ -202,13 +203,17 @@ def _limit_of_message(prompt: PromptOutline, state: Window) -> _Limit:
 def _longest_new_turn(prompt: PromptOutline, state: Window) -> int:
     """Tokens of the longest message that must be read whole. One that has begun to be read, such as the model's own
     last answer, counts only with what is left of it."""
-    reused = state.length + state.evicted
-    spans = pairwise((*prompt.turn_starts, prompt.length))
-    sizes = (stop - max(start if start >= reused else reused, state.pinned) for start, stop in spans)
-    return max(sizes, default=0)
+    read = max(state.length + state.evicted, state.pinned)
+    first = max(bisect_right(prompt.turn_starts, read) - 1, 0)  # those before it have been read
+    spans = pairwise((*prompt.turn_starts[first:], prompt.length))
+    return max((stop - max(start, read) for start, stop in spans), default=0)
 
 
 def turns_between(turn_starts: Sequence[int], input_tokens: int, first: int, last: int) -> tuple[int, ...]:
-    """Indices of turns that have tokens in first .. last-1."""
-    spans = enumerate(pairwise((*turn_starts, input_tokens)))
-    return tuple(index for index, (start, stop) in spans if max(start, first) < min(stop, last))
+    """Indices of turns that have tokens in first .. last-1. turn_starts: never decreasing."""
+    begin, end = max(bisect_right(turn_starts, first) - 1, 0), bisect_left(turn_starts, last)
+    if begin >= end:
+        return ()
+    inside, stop = turn_starts[begin + 1 : end], (*turn_starts[end : end + 1], input_tokens)[0]
+    spans = enumerate(pairwise((max(turn_starts[begin], first), *inside, min(stop, last))), begin)
+    return tuple(index for index, (start, stop) in spans if start < stop)

@@ -27,7 +27,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgekv.units import MIB
@@ -43,6 +43,7 @@ MAX_COUNT = 1_000_000
 
 _MAX_BITS = 4096  # of an integer
 _WIDTH = re.compile(r"%[^a-zA-Z%]*\d{6}|\{[^{}]*\d{6}")
+_LOOP = frozenset(("index", "index0", "revindex", "revindex0", "first", "last", "length", "previtem", "nextitem"))
 _STEPS = "edgekv_steps"  # names of filters that only `_generate` writes
 _JOINED = "edgekv_joined"
 
@@ -86,6 +87,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             _check_counts(owner, *args, *kwargs.values())
         return super().call(context, function, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`loop.first` and the like are asked at every message: spare them the questions whether they are safe."""
+        if type(obj) is LoopContext and attribute in _LOOP:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Products, powers, sums and formats, whose results can outgrow the memory."""

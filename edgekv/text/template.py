@@ -33,7 +33,7 @@ class Message(TypedDict):
 Tool = Mapping[str, Any]
 """As OpenAI describes one: {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}."""
 
-_PARTS = tuple(Message.__annotations__)
+_PARTS = frozenset(Message.__annotations__)
 _PROBE_TOOL = "zqxtoolprobe"
 
 
@@ -95,7 +95,10 @@ class ChatTemplate:
             return None
 
     def _run(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        plain = [{part: value for part, value in message.items() if part in _PARTS} for message in messages]
+        plain = [
+            message if _PARTS.issuperset(message) else {key: value for key, value in message.items() if key in _PARTS}
+            for message in messages
+        ]
         with self._sandbox.time_limit():
             stream = self._template.generate(
                 messages=plain,

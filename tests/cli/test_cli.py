@@ -197,7 +197,7 @@ def test_pasted_lines_are_one_message(chat_model: ConvertedModel, tmp_path: Path
             shown += os.read(ours, 4096)
         shown = b""
 
-    until(b"> ")
+    until(b"\x1b[?2004h> ")  # which asks the terminal to say what is pasted
     os.write(ours, b"\x1b[200~first line\rsecond line\x1b[201~\r")
     until(b"first token after")
     words = tmp_path / "words.json"
