@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -289,12 +290,13 @@ def _sampling(base: SamplingOptions, changes: dict[str, Any]) -> SamplingOptions
 
 
 def _last(events: Events, on_event: OnEvent | None) -> Reply:
-    """Run a stream to its end."""
-    for event in events:
-        if on_event is not None:
-            on_event(event)
-        if isinstance(event, Finished):
-            return event
+    """Run a stream to its end, or until `on_event` raises: whoever keeps that exception must not keep the turn."""
+    with closing(events):
+        for event in events:
+            if on_event is not None:
+                on_event(event)
+            if isinstance(event, Finished):
+                return event
     raise AssertionError("a stream that was not interrupted ends with Finished")
 
 

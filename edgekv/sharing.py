@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from inspect import GEN_RUNNING, getgeneratorstate
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from types import TracebackType
 from typing import Any
 
@@ -106,6 +106,12 @@ class TurnEvents(Generator[Event, None, None]):
         self._events, self._turn = events, turn
         self.thread = turn.thread
 
+    @property
+    def between_events(self) -> bool:
+        """Whether it goes on, and this thread alone reads it: then nobody uses the engine just now."""
+        own = self.thread is threading.current_thread() and not self._turn.shared
+        return own and getgeneratorstate(self._events) != GEN_CLOSED
+
     def send(self, value: None) -> Event:
         """The next event."""
         self._turn.used()
@@ -150,7 +156,7 @@ class SharedChat(Chat):
     def precheck(self, request: ChatRequest) -> LengthReport:
         """As `Chat.precheck`; between two events of this thread's own answer it does not wait."""
         current = self._stream()
-        if current is not None and current.thread == threading.current_thread():
+        if current is not None and current.between_events:
             return super().precheck(request)
         with self._turns.take():
             return super().precheck(request)

@@ -58,7 +58,7 @@ class Keeping:
         if self.resume:
             return self.session or store.newest(model)
         if self.session or self.no_save or not sys.stdin.isatty():
-            return self.session or ""
+            return self.session or ""  # with --no-save it is read and not written
         return store.new_name(model)
 
 
@@ -81,6 +81,7 @@ def command(model: str, prompt: str | None, system: str | None, as_json: bool, *
     """
     keeping = Keeping.taken_from(values)
     sampling = given(SamplingOptions, values)
+    SamplingOptions(**sampling)  # refused before anything is downloaded, converted or loaded
     options = LoadOptions(**({"overflow": "window"} | given(LoadOptions, values)))
     with ready_runtime(model, options, chats=True) as runtime, ExitStack() as stack:
         session = runtime.session(system=runtime.model.description.system if system is None else system, **sampling)
@@ -91,6 +92,8 @@ def command(model: str, prompt: str | None, system: str | None, as_json: bool, *
         stack.callback(loop.settle)
         if saved is not None and saved.exists:
             loop.resume(reread=keeping.reread, sampling=sampling, system=system)
+        if keeping.no_save:
+            loop.saved = None
         if prompt is not None:
             return loop.answer(_with_pipe(prompt))
         return loop.run()
@@ -166,6 +169,8 @@ class ChatLoop:
                 self._asked = ""
         printer.end()
         self._save_now()
+        if self.last is not None and not self.as_json:
+            render.print_limit(self.last, self.session.sampling)
         if render.console.is_terminal and not self.as_json:
             render.note(self._status() if self.last else "[stopped] " + self._status())
         return 0 if self.last else 130

@@ -124,5 +124,7 @@ def _write_json(report: EvalReport, path: Path | None, about: dict[str, Any]) ->
 def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
+    except OSError as error:
+        raise InvalidOption(f"The text {path} could not be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise InvalidOption(f"{path} is not UTF-8 text (byte {error.start}).") from None

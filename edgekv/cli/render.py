@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from edgekv.generate import Event, Evicted, Finished, NotedDown, PrefillProgress, TextDelta, Usage
 from edgekv.kv.plan import Plan
 from edgekv.kv.spec import KVDtype
+from edgekv.sampling import SamplingOptions
 from edgekv.text.precheck import LengthReport
 from edgekv.units import format_bytes
 
@@ -204,6 +205,17 @@ class AnswerPrinter:
         if self._reading:
             click.echo("\r\x1b[K", nl=False, err=True)
             self._reading = False
+
+
+def print_limit(finished: Finished, sampling: SamplingOptions) -> None:
+    """What ended an answer that the model would have gone on with."""
+    tokens = finished.usage.output_tokens
+    if finished.finish_reason == "time":
+        note(f"[cut: the answer may take {sampling.max_seconds:g} s (--max-seconds)]")
+    elif finished.finish_reason == "length":
+        asked = tokens == sampling.max_new_tokens
+        why = "--max-new-tokens" if asked else "the cache has no room for more: a larger --context has"
+        note(f"[cut: the answer may have {tokens} tokens ({why})]")
 
 
 _BAR = 20  # characters

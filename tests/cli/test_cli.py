@@ -155,6 +155,38 @@ def test_tables_are_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{'name':90}  size\n{'n' * 90}     1\n\u6f22\u5b57{' ' * 86}    20\n"
 
 
+def test_no_answer_is_cut_in_silence(chat_model: ConvertedModel) -> None:
+    """Each limit says that it was one."""
+    for limit, words in (
+        (("--max-new-tokens", 4), "may have 4 tokens (--max-new-tokens)"),
+        (("--overflow", "error"), "may have 40 tokens (the cache has no room for more: a larger --context has)"),
+        (("--max-seconds", 1e-6), "may take 1e-06 s (--max-seconds)"),
+    ):
+        result = edgekv("chat", chat_model.folder, "--context", 64, "-p", "Hello", "--seed", 1, *limit)
+        assert result.returncode == 0
+        assert f"[cut: the answer {words}" in result.stderr, result.stderr
+
+
+def test_no_save_saves_nothing(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Not even what has a name, and what is gone on with stays as it was."""
+    talk = ("chat", chat_model.folder, "--context", 256, "--max-new-tokens", 4, "--session", "talk")
+    file = tmp_path / "sessions" / "talk.safetensors"
+    edgekv(*talk, "--no-save", "-p", "Hello", home=tmp_path)
+    assert not file.exists()
+    edgekv(*talk, "-p", "Hello", home=tmp_path)
+    before = file.read_bytes()
+    result = edgekv(*talk, "--no-save", "-p", "Hello again", home=tmp_path)
+    assert "going on with talk: 1 questions" in result.stderr
+    assert file.read_bytes() == before
+
+
+def test_sampling_is_checked_before_anything_is_made(tmp_path: Path) -> None:
+    """What takes minutes to get ready is not made ready for nothing."""
+    result = edgekv("chat", "smollm2-135m-instruct", "--top-p", 2, "-p", "Hello", home=tmp_path)
+    assert "top_p is 2.0" in refused(result)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(chat_model: ConvertedModel, closed: str) -> None:
     """As services are started: nothing is read or written there."""
@@ -162,7 +194,8 @@ def test_closed_streams(chat_model: ConvertedModel, closed: str) -> None:
         f"{sys.executable} -m edgekv chat '{chat_model.folder}' --context 128 --max-new-tokens 4 -p Hello {closed}"
     )
     result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.returncode == 0
+    assert result.stderr == ("" if "2>&-" in closed else "[cut: the answer may have 4 tokens (--max-new-tokens)]\n")
     assert bool(result.stdout) == (">&-" not in closed.replace("2>&-", ""))
 
 

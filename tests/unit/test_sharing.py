@@ -193,6 +193,43 @@ class TestThreads:
         thread.join(60)
         assert not thread.is_alive()
 
+    def test_whoever_keeps_a_consumers_error_does_not_keep_the_turn(self, runtime: edgekv.Runtime) -> None:
+        """A traceback holds everything that was going on, the stream too."""
+        kept: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                runtime.chat(ask(0), on_event=fail)
+            except RuntimeError as error:
+                kept.append(error)
+
+        for target in (work, lambda: runtime.chat(ask(1), max_new_tokens=2)):
+            thread = threading.Thread(target=target, daemon=True)
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive()
+        assert kept
+
+    def test_a_precheck_waits_for_others_though_an_own_stream_has_ended(self, runtime: edgekv.Runtime) -> None:
+        """A stream that was read to its end may still be at hand; by now another thread changes the cache."""
+        ended = runtime.stream(ask(0), max_new_tokens=2)
+        list(ended)
+        order, begun = [], threading.Event()
+
+        def other() -> None:
+            with runtime.chat_state.exclusive():
+                begun.set()
+                time.sleep(0.3)
+                order.append("other")
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        begun.wait()
+        runtime.precheck(ask(1))
+        order.append("precheck")
+        thread.join()
+        assert order == ["other", "precheck"]
+
     def test_progress_is_called_back(self, runtime: edgekv.Runtime) -> None:
         """`on_event` sees what a stream would have given."""
         seen: list[object] = []
