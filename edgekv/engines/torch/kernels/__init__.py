@@ -55,11 +55,18 @@ class Kernels(Protocol):
 
 
 def open_kernels(choice: KernelChoice, spec: ModelSpec, capacity: int, device: torch.device) -> Kernels:
-    """The kernels for a model's cache; "auto" takes Triton's on CUDA where Triton is installed."""
-    if choice == "triton" or (choice == "auto" and device.type == "cuda" and find_spec("triton") is not None):
+    """The kernels for a model's cache; "auto" takes Triton's where it is installed and compiles them for matrix units."""
+    if choice == "triton" or (choice == "auto" and _suits_triton(device)):
         from edgekv.engines.torch.kernels.fused import TritonKernels
 
         return TritonKernels(spec.num_heads, spec.num_kv_heads, spec.head_dim, capacity, device)
     from edgekv.engines.torch.kernels import twin
 
     return twin
+
+
+def _suits_triton(device: torch.device) -> bool:
+    """Below compute capability 8.0 Triton multiplies without matrix units and keeps most of a tile in memory."""
+    return (
+        device.type == "cuda" and find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    )

@@ -3,7 +3,8 @@
     store     one program a KV head and block of new tokens: quantise, write into the ring
     attend    one program a KV head, block of query rows and part of the places. A row is one query head of one token,
               so all H/K heads of a KV head share each load. Decoding (one token) splits the places over many programs
-              (Flash-Decoding), reading a prompt does not; online softmax (Dao et al., arXiv 2205.14135) either way
+              (Flash-Decoding), reading a prompt does not; online softmax (Dao et al., arXiv 2205.14135) either way.
+              After evictions pinned places are gone through first, with queries of their own, and the window then
     combine   joins the parts
 
 Scales never touch a row: those of the keys go into the query, those of the values into the output, to which also the
@@ -20,6 +21,9 @@ decode step serves any of them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,14 +32,35 @@ from torch import Tensor
 from edgekv.engines.torch.cache import LayerRows, Place
 from edgekv.engines.torch.kernels.twin import against_centre
 
-_BLOCK_PLACES = 64
-_BLOCK_ROWS = 64  # query rows of a program that reads a prompt
 _MIN_ROWS = 16  # the least that a matrix unit multiplies
 _MAX_SPLITS = 64
+_LEAST_SHARE = 128  # places of a split
 _PROGRAMS = 256  # that decoding aims at: a few for each multiprocessor
 
 _FLOAT, _INT8, _FP8 = 0, 1, 2
 _KINDS = {torch.int8: _INT8, torch.float8_e4m3fn: _FP8}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of `_attend` holds at once: query rows against places, shared out over warps."""
+
+    rows: int
+    places: int
+    warps: int
+    stages: int = 2  # loads under way; a third takes shared memory that consumer cards do not have
+
+    @classmethod
+    def of(cls, size: int, query_rows: int, *, wide: bool) -> Tile:
+        """The largest that stays in registers and in the 99 KiB of shared memory of a consumer card.
+
+        Args:
+            size: D. query_rows: of a KV head. wide: some products are of float32 (a centre, or a float32 cache).
+        """
+        large = triton.next_power_of_2(size) > 128
+        most = (32 if large else 64) // (2 if wide else 1)
+        rows = min(most, max(_MIN_ROWS, triton.next_power_of_2(query_rows)))
+        return cls(rows, 32 if large and wide else 64, 4 if rows == _MIN_ROWS and not wide else 8)
 
 
 class TritonKernels:
@@ -46,7 +71,7 @@ class TritonKernels:
     """
 
     def __init__(self, heads: int, kv_heads: int, size: int, capacity: int, device: torch.device) -> None:
-        wanted = max(1, min(_MAX_SPLITS, _PROGRAMS // kv_heads, capacity // (2 * _BLOCK_PLACES)))
+        wanted = max(1, min(_MAX_SPLITS, _PROGRAMS // kv_heads, capacity // _LEAST_SHARE))
         self._splits = 1 << (wanted.bit_length() - 1)  # a power of two
         self._parts = torch.empty((heads, self._splits, size), device=device)
         self._tops = torch.empty((heads, self._splits, 2), device=device)  # largest score, sum of exponentials
@@ -85,11 +110,12 @@ class TritonKernels:
         kv_heads = len(rows.keys)
         group = heads // kv_heads
         splits = self._splits if count == 1 else 1
-        block = min(_BLOCK_ROWS, max(_MIN_ROWS, triton.next_power_of_2(group * count)))
+        exact = rows.keys.dtype == torch.float32
+        tile = Tile.of(size, group * count, wide=exact or rows.turns is not None)
         out = torch.empty((heads, count, size), device=queries.device)
         scaled = rows.k_scale is not None
         across = queries if rows.k_centre is None else against_centre(pinned_queries, rows.k_centre)
-        grid = (triton.cdiv(group * count, block), kv_heads, splits)
+        grid = (triton.cdiv(group * count, tile.rows), kv_heads, splits)
         _attend[grid](
             queries.contiguous(),
             pinned_queries.contiguous(),
@@ -111,8 +137,8 @@ class TritonKernels:
             SIZE=size,
             WIDTH=triton.next_power_of_2(size),
             GROUP=group,
-            ROWS=block,
-            PLACES=_BLOCK_PLACES,
+            ROWS=tile.rows,
+            PLACES=tile.places,
             SPLITS=splits,
             WINDOW=window or 0,
             SOFTCAP=softcap is not None,
@@ -120,7 +146,9 @@ class TritonKernels:
             SCALED=scaled,
             CENTRED=rows.turns is not None,
             VALUES_CENTRED=rows.v_centre is not None,
-            HALF=rows.keys.dtype != torch.float32,
+            HALF=not exact,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
         if splits > 1:
             _combine[(heads,)](
@@ -146,8 +174,9 @@ def _plain(stored: Tensor) -> Tensor:
 
 @triton.jit
 def _slot(place, evicted, pinned, capacity):
-    """The slot of a place: cache.Place.slots."""
-    return tl.where(place < pinned, place, pinned + (place - pinned + evicted) % (capacity - pinned))
+    """The slot of a place: cache.Place.slots. The window wraps round once at most, so one remainder serves all places."""
+    slot = place + evicted % (capacity - pinned)
+    return tl.where(place < pinned, place, tl.where(slot < capacity, slot, slot - (capacity - pinned)))
 
 
 @triton.jit
@@ -237,13 +266,6 @@ def _attend(
     query_head = head * GROUP + row % GROUP
     there = (row[:, None] < GROUP * count) & (channel[None] < SIZE)
     offsets = (query_head[:, None] * count + token[:, None]) * SIZE + channel[None]
-    step = tl.full((ROWS, WIDTH), scaling, tl.float32)
-    if SCALED:
-        step = step * tl.load(k_scale + head * SIZE + channel, mask=channel < SIZE, other=0.0)[None]
-    q, power = _queries(queries, offsets, there, step, HALF)
-    q_pinned, power_pinned = _queries(pinned_queries, offsets, there, step, HALF)
-    if CENTRED:
-        q_across = tl.load(across + offsets, mask=there, other=0.0) * scaling
 
     last = past + tl.minimum((block * ROWS + ROWS - 1) // GROUP, count - 1)
     first = past * 0
@@ -252,38 +274,44 @@ def _attend(
     share = tl.cdiv(tl.cdiv(last + 1 - first, SPLITS), PLACES) * PLACES
     start = first + split * share
     stop = tl.minimum(start + share, last + 1)
+    border = tl.where(evicted > 0, tl.minimum(tl.maximum(pinned, start), stop), start)  # of pinned places and others
 
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), tl.float32)
-    for begin in range(start, stop, PLACES):
-        place = begin + tl.arange(0, PLACES)
-        slot = _slot(place, evicted, pinned, capacity)
-        base = (head * capacity + slot) * SIZE
-        inside = place < stop
-        k = _tile(keys, base[None] + channel[:, None], inside[None] & (channel[:, None] < SIZE), KIND, HALF)
-        scores = tl.dot(q, k, input_precision="ieee") * power[:, None]
-        if (begin < pinned) & (evicted > 0):
-            turned = tl.dot(q_pinned, k, input_precision="ieee") * power_pinned[:, None]
-            scores = tl.where(place[None] < pinned, turned, scores)
-        if CENTRED:  # in float32: constants may be a hundred times what is left of a key
-            turned = channel[:, None] + place[None] * SIZE
-            turn = tl.load(turns + turned, mask=inside[None] & (channel[:, None] < SIZE), other=0.0)
-            scores += tl.dot(q_across, turn, input_precision="ieee")
-        if SOFTCAP:
-            scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
-        seen = inside[None] & (place[None] <= own[:, None])
-        if WINDOW > 0:
-            seen = seen & (own[:, None] - place[None] < WINDOW)
-        scores = tl.where(seen, scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
-        fade = tl.exp(top - higher)
-        total = total * fade + tl.sum(weights, axis=1)
-        v = _tile(values, base[:, None] + channel[None], inside[:, None] & (channel[None] < SIZE), KIND, HALF)
-        weights = weights.to(tl.float16) if HALF else weights
-        mixed = mixed * fade[:, None] + tl.dot(weights, v, input_precision="ieee")
-        top = higher
+    if CENTRED:
+        q_across = tl.load(across + offsets, mask=there, other=0.0) * scaling
+    for part in tl.static_range(2):
+        step = tl.full((ROWS, WIDTH), scaling, tl.float32)
+        if SCALED:
+            step = step * tl.load(k_scale + head * SIZE + channel, mask=channel < SIZE, other=0.0)[None]
+        q, power = _queries(pinned_queries if part == 0 else queries, offsets, there, step, HALF)
+        end = border if part == 0 else stop
+        for begin in range(start if part == 0 else border, end, PLACES):
+            place = begin + tl.arange(0, PLACES)
+            slot = _slot(place, evicted, pinned, capacity)
+            base = (head * capacity + slot) * SIZE
+            inside = place < end
+            k = _tile(keys, base[None] + channel[:, None], inside[None] & (channel[:, None] < SIZE), KIND, HALF)
+            scores = tl.dot(q, k, input_precision="ieee") * power[:, None]
+            if CENTRED:  # as exact as float32: constants may be a hundred times what is left of a key
+                turned = channel[:, None] + place[None] * SIZE
+                turn = tl.load(turns + turned, mask=inside[None] & (channel[:, None] < SIZE), other=0.0)
+                scores += tl.dot(q_across, turn, input_precision="tf32x3")
+            if SOFTCAP:
+                scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+            seen = inside[None] & (place[None] <= own[:, None])
+            if WINDOW > 0:
+                seen = seen & (own[:, None] - place[None] < WINDOW)
+            scores = tl.where(seen, scores, -1e30)
+            higher = tl.maximum(top, tl.max(scores, axis=1))
+            weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
+            fade = tl.exp(top - higher)
+            total = total * fade + tl.sum(weights, axis=1)
+            v = _tile(values, base[:, None] + channel[None], inside[:, None] & (channel[None] < SIZE), KIND, HALF)
+            weights = weights.to(tl.float16) if HALF else weights
+            mixed = mixed * fade[:, None] + tl.dot(weights, v, input_precision="ieee")
+            top = higher
 
     if SPLITS > 1:  # one token: its rows are heads
         line = query_head * SPLITS + split
