@@ -1,7 +1,7 @@
 """Compiles the Triton kernels as a graphics card would be given them, without one: prints a JSON object a case.
 
-`python compiled_kernels.py CAPABILITY CASES`, CASES being JSON: a list of the arguments of `launches`. What is compiled are
-the product's own launches: they are caught instead of being run.
+`python compiled_kernels.py CAPABILITY CASES`, CASES being JSON: a list of the arguments of `launches`. What is compiled
+are the product's own launches: they are caught instead of being run.
 """
 
 from __future__ import annotations

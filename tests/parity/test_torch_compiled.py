@@ -1,8 +1,8 @@
 """The Triton kernels compiled for graphics cards, on a machine that has none: what the interpreter cannot tell.
 
-Shared memory, registers and spills decide whether a kernel starts at all and how fast it is. Found here on 2026-11-30, when
-kernels had only ever been interpreted: reading a prompt with heads of 128 took 128 KiB of shared memory (a consumer card
-has 99), 1.2 to 1.5 KB of every thread's registers lay in memory, and each place cost an integer division.
+Shared memory, registers and spills decide whether a kernel starts at all and how fast it is. Found on 2026-11-30, when
+kernels had only ever been interpreted: reading a prompt with heads of 128 took 128 KiB of shared memory (a consumer
+card has 99), 1.2 to 1.5 KB of every thread's registers lay in memory, and each place cost an integer division.
 """
 
 from __future__ import annotations

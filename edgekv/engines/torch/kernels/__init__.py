@@ -55,7 +55,7 @@ class Kernels(Protocol):
 
 
 def open_kernels(choice: KernelChoice, spec: ModelSpec, capacity: int, device: torch.device) -> Kernels:
-    """The kernels for a model's cache; "auto" takes Triton's where it is installed and compiles them for matrix units."""
+    """The kernels for a model's cache; "auto" takes Triton's where it is installed and finds matrix units."""
     if choice == "triton" or (choice == "auto" and _suits_triton(device)):
         from edgekv.engines.torch.kernels.fused import TritonKernels
 

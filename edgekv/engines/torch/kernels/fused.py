@@ -22,7 +22,6 @@ decode step serves any of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -174,7 +173,7 @@ def _plain(stored: Tensor) -> Tensor:
 
 @triton.jit
 def _slot(place, evicted, pinned, capacity):
-    """The slot of a place: cache.Place.slots. The window wraps round once at most, so one remainder serves all places."""
+    """The slot of a place: cache.Place.slots. The window wraps round once at most: one remainder serves all places."""
     slot = place + evicted % (capacity - pinned)
     return tl.where(place < pinned, place, tl.where(slot < capacity, slot, slot - (capacity - pinned)))
 
