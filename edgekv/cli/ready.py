@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgekv.cli import render
+from edgekv.files import exclusive
 from edgekv.kv.scales import scales_name
 from edgekv.kv.spec import MIN_CAPACITY, KVSpec, scales_dtype
 from edgekv.model.converted import ConvertedModel
@@ -70,8 +71,15 @@ def ready_scales(
         made = own.replace(".safetensors", f".{options.method}-{options.headroom}.safetensors")
         path = model.folder / (made if chosen else own)
         if not path.exists():
-            render.note(f"Measuring KV scales: {dtype} per {kv.granularity}, {options.method} x {options.headroom}.")
-            calibrate_and_write(model, options, path, load)
+            with exclusive(path.with_name(f".{path.name}.lock"), _waiting):
+                if not path.exists():  # another process has not made them meanwhile
+                    title = f"{dtype} per {kv.granularity}, {options.method} x {options.headroom}"
+                    render.note(f"Measuring KV scales: {title}.")
+                    calibrate_and_write(model, options, path, load)
     scales = find_scales(model, kv.dtype, kv.granularity, Path(path))
     assert scales is not None, "only a quantised cache is asked for"
     return scales
+
+
+def _waiting() -> None:
+    render.note("Another edgekv process is measuring these KV scales: waiting for it.")

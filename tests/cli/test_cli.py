@@ -350,6 +350,17 @@ def test_convert_calibrate_and_chat(tmp_path: Path) -> None:
     assert "int8 per channel, envelope" in " ".join(info.stdout.split())
 
 
+def test_scales_are_measured_once_by_two_processes(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Two that begin together: one measures for minutes on a small device, the other waits for it."""
+    model = tmp_path / "model"
+    shutil.copytree(chat_model.folder, model, ignore=shutil.ignore_patterns("kv_scales*"))
+    command = [sys.executable, "-m", "edgekv", "chat", str(model), "--context", "128", "-p", "Hello"]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = "".join(process.communicate(timeout=120)[1] for process in both)
+    assert [process.returncode for process in both] == [0, 0]
+    assert told.count("safetensors written") == 1
+
+
 def test_eval_prints_json_last(chat_model: ConvertedModel, tmp_path: Path) -> None:
     """Perplexity of a file through a small cache."""
     (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 60)
