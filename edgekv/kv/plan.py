@@ -389,8 +389,9 @@ def _refusal(plan: Plan, footprint: Footprint, request: PlanRequest) -> str:
     if max(BITS[request.dtype]) > 8 and _works(plan, footprint, smaller_cache, plan.kv.capacity):
         remedies.append("use --kv-dtype int8")
     return (
-        f"A cache of {plan.kv.capacity} tokens needs {format_bytes(plan.total_bytes)}, but the budget is "
-        f"{format_bytes(budget)} ({table}): {', '.join(remedies)}, use a smaller model, or close other programs."
+        f"A cache of {plan.kv.capacity} tokens needs {format_bytes(plan.total_bytes)}, "
+        f"{format_bytes(plan.total_bytes - budget)} more than the budget of {format_bytes(budget)} ({table}): "
+        f"{', '.join(remedies)}, use a smaller model, or close other programs."
     )
 
 
