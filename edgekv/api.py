@@ -47,7 +47,7 @@ from edgekv.text.template import ChatTemplate, Message, Tool
 from edgekv.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from edgekv.engines.onnx.engine import Attention, OnnxOptions
+    from edgekv.engines.onnx.options import Attention, OnnxOptions
     from edgekv.engines.torch.engine import TorchOptions
 
 OnEvent = Callable[[Event], object]
@@ -105,9 +105,9 @@ def check_combination(kv: KVSpec, options: LoadOptions) -> None:
 
         torch_engine.check_combination(kv, torch_options(options))
     else:
-        from edgekv.engines.onnx import engine as onnx_engine
+        from edgekv.engines.onnx.options import check_combination
 
-        onnx_engine.check_combination(kv, onnx_options(options))
+        check_combination(kv, onnx_options(options))
 
 
 def open_engine(
@@ -122,7 +122,8 @@ def open_engine(
     """The engine for this cache. attention: the onnx engine's operator; activations: what its matrices multiply."""
     if choose_engine(options, kv.dtype).name == "torch":
         return _open_torch(model, kv, scales, options)
-    from edgekv.engines.onnx.engine import ACCURACY_LEVELS, open_engine
+    from edgekv.engines.onnx.engine import open_engine
+    from edgekv.engines.onnx.options import ACCURACY_LEVELS
 
     level = ACCURACY_LEVELS[activations]
     return open_engine(model, kv, scales, replace(onnx_options(options), attention=attention, accuracy_level=level))
@@ -141,7 +142,7 @@ def _open_torch(model: ConvertedModel, kv: KVSpec, scales: KVScales | None, opti
 
 def onnx_options(options: LoadOptions) -> OnnxOptions:
     """The part of the options that is the onnx engine's."""
-    from edgekv.engines.onnx.engine import OnnxOptions
+    from edgekv.engines.onnx.options import OnnxOptions
 
     return OnnxOptions(threads=threads_of(options), device=options.device)
 

@@ -216,7 +216,7 @@ def make_card(
 def weight_bytes_read(model: ConvertedModel, *, packed: bool = False) -> int:
     """Bytes of weights that one decoded token reads: all of them, but of an embedding that is no head only a row.
     packed: in the bits that they have, where that was noted."""
-    from edgekv.engines.onnx.engine import load_graph
+    from edgekv.engines.onnx.opening import load_graph
 
     graph = load_graph(model)[0].graph
     lookups = ("GatherBlockQuantized", "Gather")

@@ -27,7 +27,8 @@ PROGRAM = """
 import ctypes, gc, json, sys
 import edgekv
 from edgekv.calibrate import CalibrateOptions, calibrate
-from edgekv.engines.onnx.engine import OnnxOptions, open_engine
+from edgekv.engines.onnx.engine import open_engine
+from edgekv.engines.onnx.options import OnnxOptions
 
 folder, job, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
 load = lambda: edgekv.load(folder, memory="4GiB", context=1024, threads=1)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.engines.onnx.engine import OnnxEngine, OnnxOptions, open_engine
+from edgekv.engines.onnx.engine import OnnxEngine, open_engine
+from edgekv.engines.onnx.options import OnnxOptions
 from edgekv.kv.scales import KVScales, Provenance, from_thresholds
 from edgekv.kv.spec import Granularity, KVDtype, KVSpec
 from edgekv.model.converted import ConvertedModel

@@ -30,7 +30,8 @@ from transformers import AutoConfig
 
 from edgekv.engines.base import Engine
 from edgekv.engines.onnx import adapt, native
-from edgekv.engines.onnx.engine import OnnxEngine, OnnxOptions, open_engine
+from edgekv.engines.onnx.engine import OnnxEngine, open_engine
+from edgekv.engines.onnx.options import OnnxOptions
 from edgekv.engines.onnx.ring import RingCache
 from edgekv.engines.rope import rope_tables
 from edgekv.errors import CacheFull, InvalidOption, UnsupportedModel

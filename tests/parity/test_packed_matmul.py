@@ -22,7 +22,8 @@ from helpers.checkpoints import VOCAB
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekv.engines.onnx import native, packed
-from edgekv.engines.onnx.engine import OnnxEngine, OnnxOptions
+from edgekv.engines.onnx.engine import OnnxEngine
+from edgekv.engines.onnx.options import OnnxOptions
 from edgekv.engines.onnx.packed import set_packed_matmul
 from edgekv.engines.onnx.surgery import attribute
 from edgekv.errors import UnsupportedModel

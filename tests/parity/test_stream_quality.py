@@ -11,7 +11,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from edgekv.engines.onnx.engine import OnnxOptions, open_engine
+from edgekv.engines.onnx.engine import open_engine
+from edgekv.engines.onnx.options import OnnxOptions
 from edgekv.evaluate import StreamLoss, stream_loss
 from edgekv.generate import Timeline
 from edgekv.kv.spec import KVSpec

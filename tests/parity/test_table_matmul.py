@@ -17,7 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekv.convert import convert
 from edgekv.engines.onnx import native
-from edgekv.engines.onnx.engine import OnnxOptions, open_engine
+from edgekv.engines.onnx.engine import open_engine
+from edgekv.engines.onnx.options import OnnxOptions
 from edgekv.engines.onnx.table import QUANT_TYPES, set_table_matmul
 from edgekv.kv.spec import KVSpec
 

@@ -21,7 +21,8 @@ from helpers.torch_engines import open_torch_engine
 
 from edgekv.api import open_text
 from edgekv.calibrate import CalibrateOptions, calibrate
-from edgekv.engines.onnx.engine import OnnxOptions, open_engine
+from edgekv.engines.onnx.engine import open_engine
+from edgekv.engines.onnx.options import OnnxOptions
 from edgekv.evaluate.losses import token_losses
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVDtype, KVSpec

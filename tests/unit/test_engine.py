@@ -19,7 +19,8 @@ from safetensors.numpy import load_file, save_file
 from edgekv.convert import convert
 from edgekv.engines.base import Engine
 from edgekv.engines.onnx import native
-from edgekv.engines.onnx.engine import OnnxEngine, OnnxOptions, open_engine
+from edgekv.engines.onnx.engine import OnnxEngine, open_engine
+from edgekv.engines.onnx.options import OnnxOptions
 from edgekv.errors import BadCheckpoint, CacheFull, EngineError, InvalidOption, ScalesError, UnsupportedModel
 from edgekv.generate import Timeline
 from edgekv.kv.scales import KVScales

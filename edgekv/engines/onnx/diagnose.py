@@ -22,7 +22,7 @@ def first_bad_layer(model: ConvertedModel, tokens: Sequence[int]) -> int | None:
     from onnx import TensorProto, helper
 
     from edgekv.engines.onnx import adapt
-    from edgekv.engines.onnx.engine import load_graph
+    from edgekv.engines.onnx.opening import load_graph
 
     (graph, folder), spec = load_graph(model), model.spec
     adapt.set_cache(graph, "float", "channel")
