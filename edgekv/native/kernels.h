@@ -50,7 +50,8 @@ constexpr int kBlock = 16;    // slots in a block
 constexpr int kMaxDim = 256;  // head sizes are multiples of 16 up to this
 constexpr int kMaxRows = 32;  // query rows that one unit of work handles
 constexpr int kMaxTileSlots = 1024;  // slots of a tile: the integer sums of INT8 fit 32 bits up to here, or up to fewer
-constexpr int kCacheFormat = 3;  // of what is described above; 1 had no factors, 2 neither K8V4 nor FP8
+// Of what is described above and of the operator's inputs; 1 had no factors, 2 neither K8V4 nor FP8, 3 no value centre.
+constexpr int kCacheFormat = 4;
 constexpr int kFactorBytes = 2;  // of a row of codes
 constexpr int kMaxTurned = kMaxDim / 2;  // pairs of channels whose centre is taken out of the keys
 

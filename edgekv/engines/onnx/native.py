@@ -21,8 +21,8 @@ BLOCK = 16
 """Slots in a block of the cache (native/kernels.h)."""
 MAX_HEAD_DIM = 256
 
-CACHE_FORMAT = 3
-"""The layout of the cache that ring.py and a library must agree on (native/kernels.h)."""
+CACHE_FORMAT = 4
+"""The layout of the cache and the inputs that ring.py and a library must agree on (native/kernels.h)."""
 
 PACKED_WEIGHTS = "packed_weights"
 """The graph's input that holds all matrices of the project's own product (engines/onnx/packed.py)."""
