@@ -6,10 +6,10 @@
 //               residual float [..., N]  added to the output
 //               gain     float [K]       of an RMS norm that x goes through first
 //     output    float [..., N], or [..., N / 2] with a gate
-//     attributes  N, K, bits (5 and 6, too), block_size as MatMulNBits has them; zero_points, half, minima (0 or 1: what is stored,
-//               and how);
-//               offset (where this matrix begins in the weights); gate (0 none, 1 SiLU, 2 GELU by tanh: the matrix is two,
-//               their panels in turn, and act(first) * second is the output); epsilon (of the norm)
+//     attributes  N, K, bits (5 and 6, too), block_size as MatMulNBits has them; zero_points, half, minima (0 or 1:
+//               what is stored, and how); offset (where this matrix begins in the weights); gate (0 none, 1 SiLU, 2
+//               GELU by tanh: the matrix is two, their panels in turn, and act(first) * second is the output); epsilon
+//               (of the norm)
 //
 // One input holds all matrices because an input of a node costs a microsecond a run, and because one block of memory
 // can be given to large pages.
@@ -25,6 +25,15 @@ enum Input : size_t { kX, kWeights, kBias, kResidual, kGain, kInputs };
 
 class MatMul {
  public:
+  static constexpr const char* kName = "PackedMatMul";
+  static constexpr Slot kSlots[kInputs] = {
+      {ort::kFloat},                  // x
+      {ort::kUint8},                  // weights
+      {ort::kFloat, ort::kOptional},  // bias
+      {ort::kFloat, ort::kOptional},  // residual
+      {ort::kFloat, ort::kOptional},  // gain
+  };
+
   explicit MatMul(const ort::KernelInfo* info)
       : packing_{integer(info, "N", 0),
                  integer(info, "K", 0),
@@ -88,25 +97,9 @@ class MatMul {
   const MatMulKernels& kernels_;
 };
 
-ort::CustomOp make_op() {
-  ort::CustomOp op = custom_op<MatMul>();
-  op.GetName = [](const ort::CustomOp*) { return "PackedMatMul"; };
-  op.GetInputType = [](const ort::CustomOp*, size_t index) -> int {
-    return index == kWeights ? ort::kUint8 : ort::kFloat;
-  };
-  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return kInputs; };
-  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t index) -> int {
-    return index >= kBias ? ort::kOptional : ort::kRequired;
-  };
-  return op;
-}
-
 }  // namespace
 
-const ort::CustomOp* packed_matmul_op() {
-  static const ort::CustomOp op = make_op();
-  return &op;
-}
+const ort::CustomOp* packed_matmul_op() { return custom_op<MatMul>(); }
 
 }  // namespace edgekv
 

@@ -35,9 +35,23 @@ namespace {
 
 enum Input : size_t { kQkv, kKeys, kValues, kState, kAngles, kScales, kCentre, kPairs, kTurns, kValueCentre, kInputs };
 
-class Kernel {
+class CachedAttention {
  public:
-  explicit Kernel(const ort::KernelInfo* info)
+  static constexpr const char* kName = "CachedAttention";
+  static constexpr Slot kSlots[kInputs] = {
+      {ort::kFloat},                  // qkv
+      {ort::kUndefined},              // keys
+      {ort::kUndefined},              // values
+      {ort::kInt64},                  // state
+      {ort::kFloat, ort::kOptional},  // angles
+      {ort::kFloat, ort::kOptional},  // scales
+      {ort::kFloat, ort::kOptional},  // centre
+      {ort::kInt64, ort::kOptional},  // pairs
+      {ort::kFloat, ort::kOptional},  // turns
+      {ort::kFloat, ort::kOptional},  // value_centre
+  };
+
+  explicit CachedAttention(const ort::KernelInfo* info)
       : heads_(integer(info, "num_heads", 0)),
         kv_heads_(integer(info, "kv_num_heads", 0)),
         scale_(number(info, "scale", 0.0f)),
@@ -186,24 +200,6 @@ class Kernel {
   const Kernels* kernels_[kCacheTypes];
 };
 
-int input_type(const ort::CustomOp*, size_t index) {
-  if (index == kKeys || index == kValues) return ort::kUndefined;  // any; Kernel::read checks it
-  return index == kState || index == kPairs ? ort::kInt64 : ort::kFloat;
-}
-
-ort::CustomOp make_op() {
-  ort::CustomOp op = custom_op<Kernel>();
-  op.GetName = [](const ort::CustomOp*) { return "CachedAttention"; };
-  op.GetInputType = input_type;
-  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return kInputs; };
-  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t index) -> int {
-    return index >= kAngles ? ort::kOptional : ort::kRequired;
-  };
-  return op;
-}
-
-const ort::CustomOp op = make_op();
-
 }  // namespace
 }  // namespace edgekv
 
@@ -217,7 +213,8 @@ EDGEKV_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
   edgekv::api = ort::Api(table);
   ort::CustomOpDomain* domain = nullptr;
   if (ort::Status* status = edgekv::api.CreateCustomOpDomain("edgekv", &domain)) return status;
-  for (const ort::CustomOp* op : {&edgekv::op, edgekv::packed_matmul_op(), edgekv::table_matmul_op()}) {
+  for (const ort::CustomOp* op :
+       {edgekv::custom_op<edgekv::CachedAttention>(), edgekv::packed_matmul_op(), edgekv::table_matmul_op()}) {
     if (ort::Status* status = edgekv::api.CustomOpDomain_Add(domain, op)) return status;
   }
   return edgekv::api.AddCustomOpDomain(options, domain);

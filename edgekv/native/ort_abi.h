@@ -1,8 +1,8 @@
 // The few entries of ONNX Runtime's C API that a custom operator needs, declared from its documented ABI.
 //
-// The pip packages carry no headers. OrtApi is a table of function pointers that only ever grows at its end, so an entry
-// is known for good by its index; OrtCustomOp is a struct that the operator's maker fills in, and whose `version` says
-// how much of it exists. Both are asked for as of version 17 (ONNX Runtime 1.17), the first that has ParallelFor.
+// The pip packages carry no headers. OrtApi is a table of function pointers that only ever grows at its end, so an
+// entry is known for good by its index; OrtCustomOp is a struct that the operator's maker fills in, and whose `version`
+// says how much of it exists. Both are asked for as of version 17 (ONNX Runtime 1.17), the first that has ParallelFor.
 #pragma once
 
 #include <cstddef>

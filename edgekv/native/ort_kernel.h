@@ -1,5 +1,5 @@
-// What every operator of this library needs of ONNX Runtime: its tensors, attributes and threads, and errors turned into
-// its statuses.
+// What every operator of this library needs of ONNX Runtime: its tensors, attributes and threads, and errors turned
+// into its statuses.
 #pragma once
 
 #include <exception>
@@ -116,12 +116,25 @@ inline void run_parallel(void* context, void (*body)(void*, size_t), size_t coun
   check(api.ParallelFor(static_cast<const ort::KernelContext*>(context), body, count, 0, argument));
 }
 
-// An operator on the CPU with one float output, whose kernels are objects of a class with `compute(context) const`; its
-// name and inputs are still to be filled in.
+// What an operator takes in one place: a type (kUndefined: any, and the kernel checks it), and whether it may be left
+// out. Not made by default, so that a table that lacks one does not compile.
+struct Slot {
+  int type;
+  ort::Characteristic characteristic;
+  constexpr Slot(int slot_type, ort::Characteristic slot_characteristic = ort::kRequired)
+      : type(slot_type), characteristic(slot_characteristic) {}
+};
+
 template <class Kernel>
-ort::CustomOp custom_op() {
+ort::CustomOp make_op() {
   ort::CustomOp op{};
   op.version = ort::kVersion;
+  op.GetName = [](const ort::CustomOp*) { return Kernel::kName; };
+  op.GetInputType = [](const ort::CustomOp*, size_t index) -> int { return Kernel::kSlots[index].type; };
+  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return sizeof Kernel::kSlots / sizeof(Slot); };
+  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return Kernel::kSlots[index].characteristic;
+  };
   op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.GetOutputType = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
   op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
@@ -141,6 +154,14 @@ ort::CustomOp custom_op() {
   op.GetStartVersion = [](const ort::CustomOp*) { return 1; };
   op.GetEndVersion = [](const ort::CustomOp*) { return 0x7fffffff; };
   return op;
+}
+
+// The operator on the CPU with one float output that a class stands for: `kName`, `kSlots`, and objects that are made
+// from a node and have `compute(context) const`.
+template <class Kernel>
+const ort::CustomOp* custom_op() {
+  static const ort::CustomOp op = make_op<Kernel>();
+  return &op;
 }
 
 // The operators of matmul_op.cpp and table_op.cpp.

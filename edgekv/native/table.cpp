@@ -54,7 +54,10 @@ void run(const Parallel& parallel, void (*body)(void*, size_t), int64_t count, J
   parallel.run(parallel.context, body, static_cast<size_t>(count), &job);
 }
 
-constexpr Choice<const TableKernels* (*)()> kChoices[] = {{"avx512", has_avx512, avx512_table}, {"avx2", has_avx2, avx2_table}};
+constexpr Choice<const TableKernels* (*)()> kChoices[] = {
+    {"avx512", has_avx512, avx512_table},
+    {"avx2", has_avx2, avx2_table},
+};
 
 }  // namespace
 

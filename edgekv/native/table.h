@@ -1,8 +1,8 @@
 // A product with weights that are codes into a table of 16 numbers, y = x W': what bitsandbytes calls NF4 and FP4.
 //
-// w = table[code] * absmax, with one absmax for every `block` inputs of an output. The sums are of float32 numbers, as exact
-// as those of a product with the unpacked matrix; the codes are unpacked in registers, so that they are read once and never
-// written.
+// w = table[code] * absmax, with one absmax for every `block` inputs of an output. The sums are of float32 numbers, as
+// exact as those of a product with the unpacked matrix; the codes are unpacked in registers, so that they are read once
+// and never written.
 //
 // Codes lie as bitsandbytes stores them: output after output, two in a byte, the even input in the high nibble.
 #pragma once
@@ -30,7 +30,8 @@ struct TableKernels {
   const char* name;
   int lanes;  // L: inputs are given as L even ones, then the L odd ones between them; 2 L divides `block`
   int tile_rows;  // rows that share what was unpacked, at most
-  // Outputs first .. last - 1 of `rows` rows, whose inputs [rows, K] are in that order; out is that of the first of them.
+  // Outputs first .. last - 1 of `rows` rows, whose inputs [rows, K] are in that order; out is that of the first of
+  // them.
   void (*multiply)(const TableProduct&, const float* x, int rows, int64_t first, int64_t last, float* out);
 };
 

@@ -1,4 +1,5 @@
-// The product with a table for AVX2: two registers hold the table, and bit 3 of a code chooses between what is found in them.
+// The product with a table for AVX2: two registers hold the table, and bit 3 of a code chooses between what is found in
+// them.
 #include "table.h"
 #include "unroll.h"
 

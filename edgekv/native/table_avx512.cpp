@@ -1,5 +1,5 @@
-// The product with a table for AVX-512: the table is one register, and vpermps looks up 16 codes at once. It reads no more
-// than the four lowest bits of an index, so that bytes need no mask.
+// The product with a table for AVX-512: the table is one register, and vpermps looks up 16 codes at once. It reads no
+// more than the four lowest bits of an index, so that bytes need no mask.
 #include "table.h"
 #include "unroll.h"
 

@@ -1,4 +1,5 @@
-// edgekv::TableMatMul as an operator of ONNX Runtime, domain "edgekv", CPU provider: MatMulBnb4 with the table as an input.
+// edgekv::TableMatMul as an operator of ONNX Runtime, domain "edgekv", CPU provider: MatMulBnb4 with the table as an
+// input.
 //
 //     inputs    x       float [..., K]
 //               codes   uint8 [N K / 2]       output after output, the even input in the high nibble
@@ -18,6 +19,9 @@ enum Input : size_t { kX, kCodes, kAbsmax, kTable, kInputs };
 
 class TableMatMul {
  public:
+  static constexpr const char* kName = "TableMatMul";
+  static constexpr Slot kSlots[kInputs] = {{ort::kFloat}, {ort::kUint8}, {ort::kFloat}, {ort::kFloat}};
+
   explicit TableMatMul(const ort::KernelInfo* info) : kernels_(*best_table(std::getenv("EDGEKV_NATIVE_ISA"))) {
     product_.outputs = integer(info, "N", 0);
     product_.inputs = integer(info, "K", 0);
@@ -54,22 +58,8 @@ class TableMatMul {
   const TableKernels& kernels_;
 };
 
-ort::CustomOp make_op() {
-  ort::CustomOp op = custom_op<TableMatMul>();
-  op.GetName = [](const ort::CustomOp*) { return "TableMatMul"; };
-  op.GetInputType = [](const ort::CustomOp*, size_t index) -> int {
-    return index == kCodes ? ort::kUint8 : ort::kFloat;
-  };
-  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return kInputs; };
-  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t) -> int { return ort::kRequired; };
-  return op;
-}
-
 }  // namespace
 
-const ort::CustomOp* table_matmul_op() {
-  static const ort::CustomOp op = make_op();
-  return &op;
-}
+const ort::CustomOp* table_matmul_op() { return custom_op<TableMatMul>(); }
 
 }  // namespace edgekv
