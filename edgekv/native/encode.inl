@@ -1,18 +1,6 @@
-// One row of inputs, normed where that is asked for, as bytes: the part that all instruction sets share. Included by each,
-// within its unnamed namespace, so that each compiles its own.
-
-// 1 / the root of the mean square and epsilon.
-float norm_factor(const float* x, int64_t count, float epsilon) {
-  constexpr int kLanes = 16;
-  float sums[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int lane = 0; lane < kLanes; lane++) sums[lane] += x[i + lane] * x[i + lane];
-  }
-  for (; i < count; i++) sums[0] += x[i] * x[i];
-  for (int lane = 1; lane < kLanes; lane++) sums[0] += sums[lane];
-  return 1.0f / sqrtf(sums[0] / static_cast<float>(count) + epsilon);
-}
+// One row of inputs, normed where that is asked for, as bytes: what instruction sets share that round a block at a
+// time. Included by each within its unnamed namespace, so that each compiles its own.
+#include "norm.inl"
 
 // Through `encode_block(x, count, factor, row, rows, codes, scale, offset)`; the last block is filled up with zeros.
 void encode(const float* x, const Product& product, int row, const InputTile& tile) {

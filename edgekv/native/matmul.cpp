@@ -10,6 +10,8 @@
 namespace edgekv {
 namespace {
 
+constexpr int64_t kGroupRows = 36;          // at most: all are multiplied with a panel while a cache near by has it
+constexpr int64_t kGroupTiles = 9;          // at most, of 4 rows
 constexpr int64_t kPieceBytes = 32 * 1024;  // of weights times rows: less is not worth giving to another thread
 constexpr int64_t kPieces = 32;             // enough for dynamic balance on as many threads as a small device has
 
@@ -79,7 +81,8 @@ void pack_block(const Unpacked& matrix, const uint8_t* row, int64_t first, int s
   constexpr uint32_t kLow = 0x0f0f0f0f;
   uint32_t high = 0;
   for (int step = 0; step < steps; step += 2) {
-    const uint32_t one = four_codes(matrix, row, first + 4 * step), next = four_codes(matrix, row, first + 4 * step + 4);
+    const uint32_t one = four_codes(matrix, row, first + 4 * step);
+    const uint32_t next = four_codes(matrix, row, first + 4 * step + 4);
     put(out + step * 2 * kPanel, (one & kLow) | (next & kLow) << 4);
     if (!High) continue;
     const int place = step * High % 8;
@@ -88,8 +91,8 @@ void pack_block(const Unpacked& matrix, const uint8_t* row, int64_t first, int s
   }
 }
 
-// Block by block, so that a panel is written from end to end. What lies beyond K in the last group is copied too: the inputs
-// are zero there.
+// Block by block, so that a panel is written from end to end. What lies beyond K in the last group is copied too: the
+// inputs are zero there.
 void pack_codes(const Packing& packing, const Unpacked& matrix, int64_t first, uint8_t* out) {
   const int64_t columns = packing.groups() * packing.group, last = std::min(packing.padded(), columns);
   const int64_t outputs = std::min<int64_t>(kPanel, packing.outputs - first), row_bytes = columns * matrix.bits / 8;
@@ -110,27 +113,34 @@ void pack_codes(const Packing& packing, const Unpacked& matrix, int64_t first, u
 // The rows as bytes, cut into tiles.
 class Inputs {
  public:
-  Inputs(const Product& product, int tile_rows, void* memory)
-      : packing_(product.packing), rows_(product.rows), most_(tile_rows), codes_(static_cast<int8_t*>(memory)) {
-    scales_ = reinterpret_cast<float*>(codes_ + rows_ * packing_.padded());
-    offsets_ = reinterpret_cast<int32_t*>(scales_ + rows_ * packing_.blocks());
-    totals_ = packing_.minima ? reinterpret_cast<float*>(offsets_ + rows_ * packing_.blocks()) : nullptr;
+  Inputs(const Product& product, const MatMulKernels& kernels, void* memory)
+      : packing_(product.packing), sizes_(kernels.sizes), codes_(static_cast<int8_t*>(memory)) {
+    const int64_t rows = stored(product);
+    scales_ = reinterpret_cast<float*>(codes_ + rows * packing_.padded());
+    offsets_ = reinterpret_cast<int32_t*>(scales_ + rows * packing_.blocks());
+    totals_ = packing_.minima ? reinterpret_cast<float*>(offsets_ + rows * packing_.blocks()) : nullptr;
   }
   static size_t floats(const Product& product) {
     const Packing& packing = product.packing;
-    return static_cast<size_t>(product.rows * (packing.padded() / 4 + (packing.minima ? 3 : 2) * packing.blocks()));
+    return static_cast<size_t>(stored(product) * (packing.padded() / 4 + (packing.minima ? 3 : 2) * packing.blocks()));
   }
-  // The tile that begins with this row, as `rows` of them are left from there on.
-  InputTile tile(int64_t row) const {
-    const int64_t left = std::min(rows_ - row, most_);
-    const int rows = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+  // The tile that begins with this row, of a group of rows that ends before `last`. A group's tiles have nearly as many
+  // rows each, since a tile of few takes nearly as long as one of half the most; only the last is filled up.
+  InputTile tile(int64_t row, int64_t last, bool first) const {
+    const int64_t left = last - row, tiles = (left + sizes_[0] - 1) / sizes_[0], even = (left + tiles - 1) / tiles;
+    const int* size = sizes_;
+    while (*size > even && size[1] >= even) size++;
     const int64_t place = row * packing_.blocks();
-    return {rows, codes_ + row * packing_.padded(), scales_ + place, offsets_ + place, totals_ ? totals_ + place : nullptr};
+    return {row, *size, static_cast<int>(std::min<int64_t>(*size, left)), first, codes_ + row * packing_.padded(),
+            scales_ + place, offsets_ + place, totals_ ? totals_ + place : nullptr};
   }
 
  private:
+  // Rows, and those that fill the last tile up.
+  static int64_t stored(const Product& product) { return Packing::up(product.rows, kTileRows); }
+
   const Packing& packing_;
-  int64_t rows_, most_;
+  const int* sizes_;
   int8_t* codes_;
   float* scales_;
   int32_t* offsets_;
@@ -141,37 +151,54 @@ struct Job {
   const Product& product;
   const MatMulKernels& kernels;
   const Inputs& inputs;
-  int64_t ranges;        // of panels, each times kTileRows rows a piece
+  int64_t groups;        // of rows, each times a range of panels a piece
+  int64_t group_rows;    // in each but the last
+  int64_t group_tiles;   // at most
+  int64_t ranges;        // of panels
   int64_t range_panels;  // in each, or pairs of panels
 };
 
-// Rows first .. last - 1. Tiles begin at multiples of kTileRows, whatever the kernel's own.
-void encode_tiles(const Job& job, int64_t first, int64_t last) {
-  const Product& p = job.product;
-  for (int64_t row = first; row < last;) {
-    const InputTile tile = job.inputs.tile(row);
-    for (int r = 0; r < tile.rows; r++) {
-      job.kernels.encode(p.x + (row + r) * p.packing.inputs, p, r, tile);
+// A group of rows in tiles.
+struct Group {
+  int count = 0;
+  InputTile tiles[kGroupTiles];
+
+  Group(const Job& job, int64_t index) {
+    const int64_t first = index * job.group_rows, last = std::min(first + job.group_rows, job.product.rows);
+    for (int64_t row = first; row < last; row += tiles[count++].used) {
+      tiles[count] = job.inputs.tile(row, last, row == first);
     }
-    row += tile.rows;
+  }
+};
+
+// Rows that fill the tile up are zero.
+void encode_tile(const Job& job, const InputTile& tile) {
+  const Product& p = job.product;
+  for (int r = 0; r < tile.used; r++) job.kernels.encode(p.x + (tile.row + r) * p.packing.inputs, p, r, tile);
+  for (int64_t i = 0; i < p.packing.blocks(); i++) {
+    for (int r = tile.used; r < tile.rows; r++) {
+      tile.scales[i * tile.rows + r] = 0;
+      if (tile.totals) tile.totals[i * tile.rows + r] = 0;
+    }
   }
 }
 
 void encode_piece(void* argument, size_t index) {
   const Job& job = *static_cast<Job*>(argument);
-  const int64_t first = static_cast<int64_t>(index) * kTileRows;
-  encode_tiles(job, first, std::min(first + kTileRows, job.product.rows));
+  const Group group(job, static_cast<int64_t>(index) / job.group_tiles);
+  const int64_t tile = static_cast<int64_t>(index) % job.group_tiles;
+  if (tile < group.count) encode_tile(job, group.tiles[tile]);
 }
 
 // One tile times a pair of panels: act(first) * second.
-void multiply_gated(const Job& job, int64_t pair, int64_t row, const InputTile& tile) {
+void multiply_gated(const Job& job, int64_t pair, const InputTile& tile) {
   const Product& p = job.product;
   const int64_t bytes = p.packing.panel_bytes();
   float gates[kTileRows * kPanel], ups[kTileRows * kPanel];
   job.kernels.multiply(p.packing, p.weights + 2 * pair * bytes, tile, {}, gates, kPanel);
   job.kernels.multiply(p.packing, p.weights + (2 * pair + 1) * bytes, tile, {}, ups, kPanel);
-  for (int r = 0; r < tile.rows; r++) {
-    float* out = p.out + (row + r) * p.width() + pair * kPanel;
+  for (int r = 0; r < tile.used; r++) {
+    float* out = p.out + (tile.row + r) * p.width() + pair * kPanel;
     job.kernels.combine(p.gate, gates + r * kPanel, ups + r * kPanel, out);
   }
 }
@@ -182,17 +209,17 @@ void multiply_part(const Job& job, const uint8_t* weights, const InputTile& tile
   const int64_t stride = job.product.packing.outputs;
   float sums[kTileRows * kPanel], residual[kTileRows * kPanel] = {}, bias[kPanel] = {};
   if (added.bias) std::copy_n(added.bias, count, bias);
-  for (int r = 0; added.residual && r < tile.rows; r++) {
+  for (int r = 0; added.residual && r < tile.used; r++) {
     std::copy_n(added.residual + r * stride, count, residual + r * kPanel);
   }
   job.kernels.multiply(job.product.packing, weights, tile, {bias, residual}, sums, kPanel);
-  for (int r = 0; r < tile.rows; r++) std::copy_n(sums + r * kPanel, count, out + r * stride);
+  for (int r = 0; r < tile.used; r++) std::copy_n(sums + r * kPanel, count, out + r * stride);
 }
 
 // One tile times one panel.
-void multiply_one(const Job& job, int64_t panel, int64_t row, const InputTile& tile) {
+void multiply_one(const Job& job, int64_t panel, const InputTile& tile) {
   const Product& p = job.product;
-  const int64_t first = panel * kPanel, stride = p.packing.outputs, place = row * stride + first;
+  const int64_t first = panel * kPanel, stride = p.packing.outputs, place = tile.row * stride + first;
   const uint8_t* weights = p.weights + panel * p.packing.panel_bytes();
   const Addends added{p.bias ? p.bias + first : nullptr, p.residual ? p.residual + place : nullptr};
   if (stride - first >= kPanel) {
@@ -205,29 +232,27 @@ void multiply_one(const Job& job, int64_t panel, int64_t row, const InputTile& t
 // Panels, or pairs of them.
 int64_t panels(const Product& p) { return p.packing.panels() / (p.gate == Gate::kNone ? 1 : 2); }
 
-// kTileRows rows times a range of panels.
+// A group of rows times a range of panels.
 void multiply_piece(void* argument, size_t index) {
   const Job& job = *static_cast<Job*>(argument);
-  const Product& p = job.product;
-  const int64_t number = static_cast<int64_t>(index);
-  const int64_t first = number % job.ranges * job.range_panels, last = std::min(first + job.range_panels, panels(p));
-  const int64_t last_row = std::min((number / job.ranges + 1) * kTileRows, p.rows);
-  const auto one = p.gate == Gate::kNone ? multiply_one : multiply_gated;
-  for (int64_t row = number / job.ranges * kTileRows; row < last_row;) {
-    const InputTile tile = job.inputs.tile(row);
-    for (int64_t panel = first; panel < last; panel++) one(job, panel, row, tile);
-    row += tile.rows;
+  const int64_t number = static_cast<int64_t>(index), first = number % job.ranges * job.range_panels;
+  const int64_t last = std::min(first + job.range_panels, panels(job.product));
+  const Group group(job, number / job.ranges);
+  const auto one = job.product.gate == Gate::kNone ? multiply_one : multiply_gated;
+  for (int64_t panel = first; panel < last; panel++) {
+    for (int i = 0; i < group.count; i++) one(job, panel, group.tiles[i]);
   }
 }
 
-int64_t tiles(const Product& p) { return (p.rows + kTileRows - 1) / kTileRows; }
+int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 Job make_job(const Product& p, const MatMulKernels& kernels, const Inputs& inputs) {
-  const int64_t count = panels(p), rows = std::min<int64_t>(p.rows, kTileRows);
-  const int64_t worthwhile = rows * p.packing.bytes() / kPieceBytes + 1;
-  const int64_t wanted = std::min({worthwhile, (kPieces + tiles(p) - 1) / tiles(p), count});
-  const int64_t range_panels = (count + wanted - 1) / wanted;
-  return {p, kernels, inputs, (count + range_panels - 1) / range_panels, range_panels};
+  const int64_t groups = parts(p.rows, kGroupRows), count = panels(p);
+  const int64_t group_rows = groups == 1 ? p.rows : Packing::up(parts(p.rows, groups), kTileRows);
+  const int64_t worthwhile = group_rows * p.packing.bytes() / kPieceBytes + 1;
+  const int64_t wanted = std::min({worthwhile, parts(kPieces, groups), count}), range_panels = parts(count, wanted);
+  return {p, kernels, inputs, parts(p.rows, group_rows), group_rows, parts(group_rows, kernels.sizes[0]),
+          parts(count, range_panels), range_panels};
 }
 
 constexpr Choice<const MatMulKernels* (*)()> kChoices[] = {
@@ -266,16 +291,14 @@ void pack(const Packing& packing, const Unpacked& matrix, int64_t first, int64_t
 
 void multiply(const Product& product, const MatMulKernels& kernels, const Parallel& parallel) {
   Scratch scratch(Inputs::floats(product));
-  const Inputs inputs(product, kernels.tile_rows, scratch.data());
+  const Inputs inputs(product, kernels, scratch.data());
   Job job = make_job(product, kernels, inputs);
-  const size_t tile_count = static_cast<size_t>(tiles(product)), pieces = tile_count * static_cast<size_t>(job.ranges);
-  if (tile_count == 1) {
-    encode_tiles(job, 0, product.rows);
-  } else {
-    parallel.run(parallel.context, encode_piece, tile_count, &job);
-  }
-  if (pieces == 1) return multiply_piece(&job, 0);
-  parallel.run(parallel.context, multiply_piece, pieces, &job);
+  const auto run = [&](void (*body)(void*, size_t), int64_t count) {
+    if (count == 1) return body(&job, 0);
+    parallel.run(parallel.context, body, static_cast<size_t>(count), &job);
+  };
+  run(encode_piece, job.groups * job.group_tiles);
+  run(multiply_piece, job.groups * job.ranges);
 }
 
 }  // namespace edgekv

@@ -1,27 +1,27 @@
-// A product with weights of 4, 5, 6 or 8 bits, y = norm(x) W' + bias + residual, as plain data, and the table of functions
-// that each instruction set provides.
+// A product with weights of 4, 5, 6 or 8 bits, y = norm(x) W' + bias + residual, as plain data, and the table of
+// functions that each instruction set provides.
 //
 // The weights are unsigned codes c with a scale s, and a zero point z, for every `group` inputs of an output:
-// w = s (c - z); or, where no integer is a zero point, with a minimum m: w = s c + m. Inputs are rounded to signed bytes
-// with a scale for every block of 32 (16 where groups are of 16), as ONNX Runtime's MatMulNBits does at accuracy level 4, so
-// that all products are of bytes.
+// w = s (c - z); or, where no integer is a zero point, with a minimum m: w = s c + m. Inputs are rounded to signed
+// bytes with a scale for every block of 32 (16 where groups are of 16), as ONNX Runtime's MatMulNBits does at accuracy
+// level 4, so that all products are of bytes.
 //
 // A matrix is packed once into panels of 16 outputs, one after another, because one panel is then one stream of memory:
 //
-//     scales  [groups][16]                  float16 where all of them, and all minima, are float16 numbers, else float32
-//     zeros   [groups][16] bytes            only where they are not all 2^(bits - 1)
-//     minima  [groups][16]                  as the scales; only where the weights have them
-//     codes   [K / 4][16][4 inputs]         8 bits
-//             [blocks] of                   4, 5 and 6 bits
-//                 [steps / 2][16][4 inputs, 2 steps a byte]    the low four bits; low nibbles are of the first step
-//                 [lines][16][4 inputs, 8 bits]                the bits above: a line has those of 8 steps (5 bits) or of
-//                                                              4 (6 bits), the first step's lowest
+//     scales  [groups][16]           float16 where all of them, and all minima, are float16 numbers, else float32
+//     zeros   [groups][16] bytes     only where they are not all 2^(bits - 1)
+//     minima  [groups][16]           as the scales; only where the weights have them
+//     codes   [K / 4][16][4 inputs]  8 bits
+//             [blocks] of            4, 5 and 6 bits
+//                 [steps / 2][16][4 inputs, 2 steps a byte]  the low four bits; low nibbles are of the first step
+//                 [lines][16][4 inputs, 8 bits]              the bits above: a line has those of 8 steps (5 bits) or of
+//                                                            4 (6 bits), the first step's lowest
 //
-// A step is four inputs. So a block of 32 inputs is 4, 5 or 6 lines of 64 bytes, and what a vector of 64 codes lacks comes
-// from one line by a shift. Groups of 16 have no codes of 5 bits: a line would belong to two blocks.
+// A step is four inputs. So a block of 32 inputs is 4, 5 or 6 lines of 64 bytes, and what a vector of 64 codes lacks
+// comes from one line by a shift. Groups of 16 have no codes of 5 bits: a line would belong to two blocks.
 //
-// Each part begins at a multiple of 64 bytes; K is rounded up to a multiple of 32. Four inputs lie in one 32-bit word: what
-// a dot-product instruction takes.
+// Each part begins at a multiple of 64 bytes; K is rounded up to a multiple of 32. Four inputs lie in one 32-bit word:
+// what a dot-product instruction takes.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,8 @@
 namespace edgekv {
 
 constexpr int kPanel = 16;     // outputs in a panel
-constexpr int kTileRows = 12;  // rows that one pass over a panel handles at most, and a multiple of every kernel's own most
+constexpr int kTileRows = 12;  // rows that one pass over a panel handles at most; a multiple of every kernel's own most
+constexpr int kTileSizes = 7;
 constexpr int64_t kLine = 64;  // bytes that the parts of a panel are aligned to
 
 // What the loader and this library must agree on: the two structures that follow.
@@ -93,9 +94,12 @@ struct Product {
   int64_t width() const { return gate == Gate::kNone ? packing.outputs : packing.outputs / 2; }
 };
 
-// Some rows of inputs as bytes: 12, 8, 4, 2 or 1.
+// Some rows of inputs as bytes.
 struct InputTile {
-  int rows;
+  int64_t row;       // the first of them
+  int rows;          // one of the kernels' sizes
+  int used;          // of which there are so many; the rest fill the tile up, and nothing is written for them
+  bool first;        // of those that a panel is multiplied with: weights are asked for ahead
   int8_t* codes;     // [K / 4][rows][4 inputs]
   float* scales;     // [blocks][rows]
   int32_t* offsets;  // [blocks][rows]: the codes' sum times -2^(bits - 1), or times -1 where there are zero points
@@ -110,7 +114,7 @@ struct Addends {
 
 struct MatMulKernels {
   const char* name;
-  int tile_rows;  // at most
+  int sizes[kTileSizes];  // that tiles may have in rows, the largest first and 1 last
   // One row of K floats, normed where there is a gain, into its place in a tile.
   void (*encode)(const float* x, const Product&, int row, const InputTile&);
   // The tile times one panel: [rows, 16] sums, rows `stride` floats apart.

@@ -1,8 +1,8 @@
 // The product's kernels for AVX2. Compiled with these flags and called only after cpu.cpp has found them.
 //
-// vpmaddubsw multiplies unsigned by signed bytes and adds pairs to 16 bits. With codes of 4 bits the sums of 8 steps, a whole
-// block of 32 inputs, fit: 8 x 2 x 15 x 127 = 30480; with 5 bits those of 4 steps (31496), with 6 bits those of 2 (32004).
-// Codes of 8 bits are two digits of 4.
+// vpmaddubsw multiplies unsigned by signed bytes and adds pairs to 16 bits. With codes of 4 bits the sums of 8 steps, a
+// whole block of 32 inputs, fit: 8 x 2 x 15 x 127 = 30480; with 5 bits those of 4 steps (31496), with 6 bits those of 2
+// (32004). Codes of 8 bits are two digits of 4.
 #include "matmul.h"
 #include "unroll.h"
 
@@ -95,8 +95,8 @@ void dot_bytes(__m256i* dots, const uint8_t* codes, const int8_t* x, int steps) 
   widen(dots, high, 16);
 }
 
-// As many steps of 4 to 6 bits as 16 bits can sum, two at a time. `high` holds the bits above the first step's nibbles in
-// their place, and those of each next step kHigh further up.
+// As many steps of 4 to 6 bits as 16 bits can sum, two at a time. `high` holds the bits above the first step's nibbles
+// in their place, and those of each next step kHigh further up.
 template <int R, int Bits>
 void dot_run(__m256i* dots, const uint8_t* codes, __m256i high, const int8_t* x, int steps) {
   constexpr int kHigh = Bits - 4;
@@ -190,6 +190,7 @@ void multiply_half(const Packing& packing, const uint8_t* panel, int half, const
   }
   EDGEKV_UNROLL
   for (int r = 0; r < R; r++) {
+    if (R > 1 && r >= tile.used) break;
     const int64_t at = r * stride + half * kLanes;
     if (added.residual) sums[r] = _mm256_add_ps(sums[r], _mm256_loadu_ps(added.residual + at));
     _mm256_storeu_ps(out + at, sums[r]);
@@ -290,7 +291,7 @@ void combine(Gate gate, const float* x, const float* up, float* out) {
 
 #include "encode.inl"
 
-constexpr MatMulKernels kKernels{"avx2", 4, encode, multiply_panel, combine};
+constexpr MatMulKernels kKernels{"avx2", {4, 2, 1}, encode, multiply_panel, combine};
 
 }  // namespace
 

@@ -7,13 +7,16 @@
 #include <math.h>
 #include <string.h>
 
+#include <algorithm>
 #include <initializer_list>
 
 namespace edgekv {
 namespace {
 
-// Where few rows use them, weights are asked for this many bytes before they are needed: first into the second cache, which
-// has room for more requests, then into the first.
+#include "norm.inl"
+
+// Where few rows use them, weights are asked for this many bytes before they are needed: first into the second cache,
+// which has room for more requests, then into the first.
 constexpr int kFar = 4096, kNear = 256, kFewRows = 4;
 
 template <class T>
@@ -38,6 +41,13 @@ void dot_four(__m512i& sum, __m512i w, const int8_t* x) {
 __m512 floats_of(const uint8_t* floats, int64_t group, bool half) {
   if (!half) return _mm512_loadu_ps(floats + group * 4 * kPanel);
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(floats + group * 2 * kPanel)));
+}
+
+// With more rows there is time to fetch from the second cache.
+template <int Bytes>
+void prefetch_far(const uint8_t* place) {
+  EDGEKV_UNROLL
+  for (int i = 0; i < Bytes; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(place + i + kFar), _MM_HINT_T1);
 }
 
 template <int R>
@@ -92,7 +102,9 @@ void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile
   const uint8_t* minima = panel + packing.minima_place();
   const uint8_t* codes = panel + packing.codes_place();
   const int64_t blocks = packing.blocks(), group_blocks = packing.group / Block;
+  const bool ahead = R > kFewRows && tile.first;
   for (const uint8_t* line = panel; R <= kFewRows && line < codes; line += kLine) prefetch<R>(line);
+  for (const uint8_t* line = panel; ahead && line < codes; line += kLine) prefetch_far<kLine>(line);
   const int8_t* x = tile.codes;
   const __m512 bias = added.bias ? _mm512_loadu_ps(added.bias) : _mm512_setzero_ps();
   __m512 sums[R];
@@ -122,6 +134,7 @@ void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile
       EDGEKV_UNROLL
       for (int r = 0; r < R; r++) dots[r] = _mm512_set1_epi32(offsets[r]);
     }
+    if (ahead) prefetch_far<Block * kPanel * Bits / 8>(codes);
     dot_block<R, Bits, Block / 4>(dots, codes, x);
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
@@ -141,6 +154,7 @@ void multiply_rows(const Packing& packing, const uint8_t* panel, const InputTile
   }
   EDGEKV_UNROLL
   for (int r = 0; r < R; r++) {
+    if (R > 1 && r >= tile.used) break;
     if (added.residual) sums[r] = _mm512_add_ps(sums[r], _mm512_loadu_ps(added.residual + r * stride));
     _mm512_storeu_ps(out + r * stride, sums[r]);
   }
@@ -161,7 +175,9 @@ void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTil
                     float* out, int64_t stride) {
   switch (tile.rows) {
     case 12: return multiply_tile<12>(packing, panel, tile, added, out, stride);
+    case 10: return multiply_tile<10>(packing, panel, tile, added, out, stride);
     case 8: return multiply_tile<8>(packing, panel, tile, added, out, stride);
+    case 6: return multiply_tile<6>(packing, panel, tile, added, out, stride);
     case 4: return multiply_tile<4>(packing, panel, tile, added, out, stride);
     case 2: return multiply_tile<2>(packing, panel, tile, added, out, stride);
     default: return multiply_tile<1>(packing, panel, tile, added, out, stride);
@@ -173,39 +189,81 @@ __m512i larger(__m512i x, __m512 y) {
   return _mm512_max_epi32(x, _mm512_and_si512(_mm512_castps_si512(y), _mm512_set1_epi32(0x7fffffff)));
 }
 
-// One block of N vectors of 16 inputs.
+constexpr int kAtOnce = 4;  // blocks that are rounded together, so that one vector has the largest inputs of all
+
+// The four sums, or largest numbers, of the lanes of four vectors each.
+template <class Merge>
+__m128i across(const __m512i* x, Merge merge) {
+  const __m512i a = merge(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+  const __m512i b = merge(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+  __m512i both = merge(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  both = merge(both, _mm512_shuffle_i64x2(both, both, 0x4e));
+  return _mm512_castsi512_si128(merge(both, _mm512_shuffle_i64x2(both, both, 0xb1)));
+}
+
+// Codes of 16 inputs, four a word.
+void store_words(__m128i codes, int64_t word, int row, const InputTile& tile) {
+  int32_t words[4];
+  memcpy(words, &codes, sizeof words);
+  for (int i = 0; i < 4; i++) memcpy(tile.codes + ((word + i) * tile.rows + row) * 4, &words[i], 4);
+}
+
+// 16 inputs of a row from a place on; zero beyond K.
+__m512 inputs_at(const float* x, int64_t place, int64_t count) {
+  if (place + 16 <= count) return _mm512_loadu_ps(x + place);
+  const int64_t left = std::max<int64_t>(0, count - place);
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << left) - 1), x + place);
+}
+
+// kAtOnce blocks of N vectors each from one on, or as many as there are.
 template <int N>
-void encode_vectors_of(const float* x, int factor, int row, int rows, int8_t* codes, float* scale, int32_t* offset) {
-  __m512 values[N];
-  __m512i largest = _mm512_setzero_si512(), sum = _mm512_setzero_si512();
+void encode_blocks(const float* x, const Product& product, float norm, int64_t block, int row, const InputTile& tile) {
+  const Packing& packing = product.packing;
+  const int64_t count = std::min<int64_t>(kAtOnce, packing.blocks() - block);
+  __m512 values[kAtOnce * N];
+  __m512i largest[kAtOnce], sums[kAtOnce];
   EDGEKV_UNROLL
-  for (int n = 0; n < N; n++) {
-    values[n] = _mm512_loadu_ps(x + 16 * n);
-    largest = larger(largest, values[n]);
+  for (int i = 0; i < kAtOnce * N; i++) {
+    const int64_t place = (block * N + i) * 16;
+    values[i] = inputs_at(x, place, packing.inputs);
+    if (product.gain) {
+      const __m512 gain = inputs_at(product.gain, place, packing.inputs);
+      values[i] = _mm512_mul_ps(_mm512_mul_ps(values[i], _mm512_set1_ps(norm)), gain);
+    }
+    largest[i / N] = larger(i % N ? largest[i / N] : _mm512_setzero_si512(), values[i]);
   }
-  const int32_t bits = _mm512_reduce_max_epi32(largest);
-  const float limit = word<float>(&bits);
-  const __m512 inverse = _mm512_set1_ps(limit != 0 ? 127.0f / limit : 0.0f);
+  const __m128i limit_bits = across(largest, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); });
+  const __m128 limits = _mm_castsi128_ps(limit_bits), top = _mm_set1_ps(127.0f);
+  const __m128 inverses = _mm_maskz_div_ps(_mm_cmp_ps_mask(limits, _mm_setzero_ps(), _CMP_NEQ_UQ), top, limits);
   EDGEKV_UNROLL
-  for (int n = 0; n < N; n++) {
-    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(values[n], inverse));
-    const __m128i bytes = _mm512_cvtsepi32_epi8(rounded);
-    sum = _mm512_add_epi32(sum, _mm512_cvtepi8_epi32(bytes));
-    int32_t words[4];
-    memcpy(words, &bytes, sizeof words);
-    for (int i = 0; i < 4; i++) memcpy(codes + ((4 * n + i) * rows + row) * 4, &words[i], 4);
+  for (int i = 0; i < kAtOnce * N; i++) {
+    const __m512 inverse = _mm512_permutexvar_ps(_mm512_set1_epi32(i / N), _mm512_castps128_ps512(inverses));
+    const __m512i any = _mm512_cvtps_epi32(_mm512_mul_ps(values[i], inverse));
+    const __m512i rounded = _mm512_max_epi32(any, _mm512_set1_epi32(-128));  // INT32_MIN where there is no number
+    sums[i / N] = i % N ? _mm512_add_epi32(sums[i / N], rounded) : rounded;
+    if (i / N < count) store_words(_mm512_cvtepi32_epi8(rounded), (block * N + i) * 4, row, tile);
   }
-  scale[row] = limit / 127.0f;
-  offset[row] = -factor * _mm512_reduce_add_epi32(sum);
+  float scales[kAtOnce];
+  int32_t totals[kAtOnce];
+  _mm_storeu_ps(scales, _mm_div_ps(limits, top));
+  const __m128i total = across(sums, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(totals), total);
+  const int factor = packing.minima ? 0 : packing.zeros ? 1 : 1 << (packing.bits - 1);
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t place = (block + i) * tile.rows + row;
+    tile.scales[place] = scales[i];
+    tile.offsets[place] = -factor * totals[i];
+    if (packing.minima) tile.totals[place] = static_cast<float>(totals[i]) * scales[i];
+  }
 }
 
-void encode_block(const float* x, int count, int factor, int row, int rows, int8_t* codes, float* scale,
-                  int32_t* offset) {
-  const auto encode_vectors = count == 32 ? encode_vectors_of<2> : encode_vectors_of<1>;
-  encode_vectors(x, factor, row, rows, codes, scale, offset);
+// One row.
+void encode(const float* x, const Product& product, int row, const InputTile& tile) {
+  const Packing& packing = product.packing;
+  const float norm = product.gain ? norm_factor(x, packing.inputs, product.epsilon) : 1.0f;
+  const auto encode_some = packing.block() == 32 ? encode_blocks<2> : encode_blocks<1>;
+  for (int64_t block = 0; block < packing.blocks(); block += kAtOnce) encode_some(x, product, norm, block, row, tile);
 }
-
-#include "encode.inl"
 
 __m512 exp2(__m512 x) {
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, n);
@@ -231,7 +289,7 @@ void combine(Gate gate, const float* x, const float* up, float* out) {
   _mm512_storeu_ps(out, _mm512_mul_ps(activate(gate, _mm512_loadu_ps(x)), _mm512_loadu_ps(up)));
 }
 
-constexpr MatMulKernels kKernels{"avx512-vnni", 12, encode, multiply_panel, combine};
+constexpr MatMulKernels kKernels{"avx512-vnni", {12, 10, 8, 6, 4, 2, 1}, encode, multiply_panel, combine};
 
 }  // namespace
 

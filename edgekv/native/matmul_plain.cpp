@@ -58,7 +58,7 @@ float multiply_one(const Packing& packing, const uint8_t* panel, const InputTile
 
 void multiply_panel(const Packing& packing, const uint8_t* panel, const InputTile& tile, const Addends& added,
                     float* out, int64_t stride) {
-  for (int row = 0; row < tile.rows; row++) {
+  for (int row = 0; row < tile.used; row++) {
     for (int i = 0; i < kPanel; i++) {
       const int64_t at = row * stride + i;
       const float sum = multiply_one(packing, panel, tile, row, i) + (added.bias ? added.bias[i] : 0.0f);
@@ -93,7 +93,7 @@ void combine(Gate gate, const float* x, const float* up, float* out) {
   }
 }
 
-constexpr MatMulKernels kKernels{"plain", 4, encode, multiply_panel, combine};
+constexpr MatMulKernels kKernels{"plain", {4, 2, 1}, encode, multiply_panel, combine};
 
 }  // namespace
 

@@ -1,7 +1,8 @@
 // The packed product against a loop in float64, for every instruction set that this machine runs.
 //
-// Random shapes, groups, widths, zero points or minima, scales that are float16 numbers or not, rows, biases, residuals, norms and
-// gates. Compared are the inputs' bytes, which must be the nearest, and what is made of them, which must be exact.
+// Random shapes, groups, widths, zero points or minima, scales that are float16 numbers or not, rows, biases,
+// residuals, norms and gates. Compared are the inputs' bytes, which must be the nearest, and what is made of them,
+// which must be exact.
 //
 //     test_matmul [rounds] [seed]
 #include <algorithm>
@@ -65,7 +66,8 @@ struct Matrix {
       const int64_t half = pick(random, 512, 2047);
       const float whole = static_cast<float>(half) / static_cast<float>(int64_t{1} << pick(random, 14, 24));
       scales.push_back(p.half ? (random() % 2 ? -whole : whole) : normal(random) * 0.01f);
-      const float low = static_cast<float>(pick(random, -2047, 2047)) / static_cast<float>(int64_t{1} << pick(random, 12, 20));
+      const float size = static_cast<float>(int64_t{1} << pick(random, 12, 20));
+      const float low = static_cast<float>(pick(random, -2047, 2047)) / size;
       if (p.minima) minima.push_back(p.half ? low : normal(random) * 0.1f);
     }
   }
@@ -85,6 +87,14 @@ struct Matrix {
     const size_t at = static_cast<size_t>(output * p.groups() + group);
     if (p.minima) return static_cast<double>(scales[at]) * code + static_cast<double>(minima[at]);
     return static_cast<double>(scales[at]) * (code - zero);
+  }
+  // How large what is added for a weight is: a code's part and the minimum may cancel each other.
+  double size(int64_t output, int64_t input) const {
+    const double whole = weight(output, input);
+    if (!packing.minima) return std::fabs(whole);
+    const size_t at = static_cast<size_t>(output * packing.groups() + input / packing.group);
+    const double low = static_cast<double>(minima[at]);
+    return std::fabs(whole - low) + std::fabs(low);
   }
   Unpacked unpacked() const {
     return {codes.data(), scales.data(), packing.zeros ? zeros.data() : nullptr,
@@ -166,7 +176,7 @@ std::vector<double> rounded(const Case& c, const MatMulKernels& kernels, int64_t
   std::vector<int32_t> offsets(scales.size());
   std::vector<float> totals(scales.size());
   kernels.encode(c.x.data() + row * p.inputs, product, 0,
-                 {1, codes.data(), scales.data(), offsets.data(), totals.data()});
+                 {0, 1, 1, true, codes.data(), scales.data(), offsets.data(), totals.data()});
   std::vector<double> x = normed(c, row);
   for (size_t first = 0; first < x.size(); first += static_cast<size_t>(p.block())) {
     const size_t last = std::min(first + static_cast<size_t>(p.block()), x.size());
@@ -208,9 +218,8 @@ struct Sum {
 Sum product(const Matrix& matrix, const std::vector<double>& x, int64_t output) {
   Sum sum;
   for (size_t i = 0; i < x.size(); i++) {
-    const double term = matrix.weight(output, static_cast<int64_t>(i)) * x[i];
-    sum.value += term;
-    sum.size += std::fabs(term);
+    sum.value += matrix.weight(output, static_cast<int64_t>(i)) * x[i];
+    sum.size += matrix.size(output, static_cast<int64_t>(i)) * std::fabs(x[i]);
   }
   return sum;
 }
@@ -230,25 +239,32 @@ Sum expected(const Case& c, const std::vector<double>& x, int64_t row, int64_t o
   return {gated * up.value, 2 * sum.size * std::fabs(up.value) + up.size * std::fabs(gated) + sum.size * up.size};
 }
 
+void print_failure(const Case& c, const MatMulKernels& kernels, unsigned seed) {
+  const Packing& p = c.matrices[0].packing;
+  std::printf("FAILED %s seed %u: %d x %d, %d bits, group %d, zeros %d, half %d, minima %d, gate %d, %d rows",
+              kernels.name, seed, static_cast<int>(p.outputs), static_cast<int>(p.inputs), p.bits,
+              static_cast<int>(p.group), p.zeros, p.half, p.minima, static_cast<int>(c.gate), static_cast<int>(c.rows));
+}
+
 bool check(const Case& c, const MatMulKernels& kernels, unsigned seed) {
   const std::vector<float> out = compute(c, kernels);
   const Packing& p = c.matrices[0].packing;
   double worst = 0;
   for (int64_t row = 0; row < c.rows; row++) {
     const std::vector<double> x = rounded(c, kernels, row);
-    if (x.empty()) return std::printf("FAILED %s seed %u: row %lld is not rounded as it should be\n", kernels.name, seed,
-                                      static_cast<long long>(row)), false;
+    if (x.empty()) {
+      print_failure(c, kernels, seed);
+      std::printf(": row %d is not rounded as it should be\n", static_cast<int>(row));
+      return false;
+    }
     for (int64_t i = 0; i < p.outputs; i++) {
       const Sum want = expected(c, x, row, i);
       const double error = std::fabs(static_cast<double>(out[static_cast<size_t>(row * p.outputs + i)]) - want.value);
       worst = std::max(worst, want.size == 0 ? error : error / want.size);
       if (!(error <= kTolerance * want.size)) {
-        std::printf("FAILED %s seed %u: %lld x %lld, %d bits, group %lld, zeros %d, half %d, minima %d, gate %d, %lld rows, at %lld "
-                    "%lld: %g for %g\n", kernels.name, seed, static_cast<long long>(p.outputs),
-                    static_cast<long long>(p.inputs), p.bits, static_cast<long long>(p.group), p.zeros, p.half, p.minima,
-                    static_cast<int>(c.gate), static_cast<long long>(c.rows), static_cast<long long>(row),
-                    static_cast<long long>(i), static_cast<double>(out[static_cast<size_t>(row * p.outputs + i)]),
-                    want.value);
+        print_failure(c, kernels, seed);
+        std::printf(" in row %d, output %d: %g for %g\n", static_cast<int>(row), static_cast<int>(i),
+                    static_cast<double>(out[static_cast<size_t>(row * p.outputs + i)]), want.value);
         return false;
       }
     }
