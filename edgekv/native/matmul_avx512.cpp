@@ -16,8 +16,9 @@ namespace {
 #include "norm.inl"
 
 // Where few rows use them, weights are asked for this many bytes before they are needed: first into the second cache,
-// which has room for more requests, then into the first.
-constexpr int kFar = 4096, kNear = 256, kFewRows = 4;
+// which has room for more requests, then into the first. One row is faster with kFarOne, by up to a quarter, others with
+// kFar.
+constexpr int kFarOne = 2048, kFar = 4096, kNear = 256, kFewRows = 4;
 
 template <class T>
 T word(const void* x) {
@@ -53,7 +54,7 @@ void prefetch_far(const uint8_t* place) {
 template <int R>
 void prefetch(const uint8_t* line) {
   if (R > kFewRows) return;
-  _mm_prefetch(reinterpret_cast<const char*>(line + kFar), _MM_HINT_T1);
+  _mm_prefetch(reinterpret_cast<const char*>(line + (R == 1 ? kFarOne : kFar)), _MM_HINT_T1);
   _mm_prefetch(reinterpret_cast<const char*>(line + kNear), _MM_HINT_T0);
 }
 
