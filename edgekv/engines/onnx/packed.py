@@ -86,7 +86,14 @@ class _Matrix:
     codes: onnx.TensorProto
     scales: Array
     zeros: onnx.TensorProto | None
-    minima: Array | None = None  # [N, groups]: what the lowest code stands for
+    shift: onnx.TensorProto | None = None  # [groups, N]
+
+    def minima(self, folder: Path) -> Array | None:
+        """[N, groups]: what the lowest code stands for."""
+        if self.shift is None:
+            return None
+        middle = np.float32(1 << (self.packing.bits - 1))
+        return np.ascontiguousarray(tensor_array(self.shift, folder).T - middle * self.scales)
 
     @property
     def panels(self) -> int:
@@ -101,7 +108,7 @@ class _Matrix:
     def _pack(self, folder: Path, step: int, out: Array, first: int, last: int) -> None:
         codes = np.ascontiguousarray(tensor_array(self.codes, folder))
         zeros = None if self.zeros is None else np.ascontiguousarray(tensor_array(self.zeros, folder))
-        parts = (codes, np.ascontiguousarray(self.scales), zeros, self.minima)
+        parts = (codes, np.ascontiguousarray(self.scales), zeros, self.minima(folder))
         places = (None if part is None else part.ctypes.data for part in parts)
         source = _Unpacked(*places, self.bits, _base(self.bits, self.packing.bits))
         numbers, target = map(ctypes.c_int64, (first, last, step)), ctypes.c_void_p(out.ctypes.data)
@@ -355,11 +362,11 @@ def _shifted(matrix: _Matrix, shift: onnx.TensorProto | None, folder: Path) -> _
     groups = packing.inputs // packing.group
     if shift is None or list(shift.dims) != [groups, packing.outputs] or packing.zeros:
         return None
-    middle = np.float32(1 << (packing.bits - 1))
-    minima = np.ascontiguousarray(tensor_array(shift, folder).T - middle * matrix.scales)
-    packing.minima, packing.half = True, packing.half and fits_half(minima)
+    whole = replace(matrix, packing=packing, shift=shift)
+    minima = whole.minima(folder)
+    packing.minima, packing.half = True, packing.half and minima is not None and fits_half(minima)
     size = _packed_bytes(packing)
-    return replace(matrix, packing=packing, size=size, minima=minima) if size else None
+    return replace(whole, size=size) if size else None
 
 
 def _without_unread(steps: list[Step], outputs: set[str]) -> list[Step]:
