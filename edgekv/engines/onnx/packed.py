@@ -19,7 +19,6 @@ weights that are not constants.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ from onnx import TensorProto, helper
 from edgekv.engines.onnx import native
 from edgekv.engines.onnx.adapt import NATIVE_DOMAIN
 from edgekv.engines.onnx.graphfile import tensor_array
+from edgekv.engines.onnx.memory import large_memory
 from edgekv.engines.onnx.native import PACKED_WEIGHTS
 from edgekv.engines.onnx.surgery import attribute
 from edgekv.weights.base import fits_half
@@ -188,7 +188,7 @@ def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) ->
         steps = absorbed(steps, outputs)
     products = [step for step in steps if isinstance(step, _Product)]
     ends = list(accumulate((-(-product.size // _LINE) * _LINE for product in products), initial=0))
-    memory = _large_memory(ends[-1])
+    memory = large_memory(ends[-1])
     with ThreadPoolExecutor(threads or None) as pool:
         waiting = [
             pool.submit(part)
@@ -201,14 +201,6 @@ def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) ->
     nodes = [step.node(next(offsets)) if isinstance(step, _Product) else step for step in steps]
     _set_nodes(model, nodes, memory.nbytes)
     return memory
-
-
-def _large_memory(size: int) -> Array:
-    """Zeros from a page's beginning on, in large pages where the system has them: all is read for every token."""
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
 
 
 def _with_products(model: onnx.ModelProto, folder: Path) -> list[Step]:

@@ -24,6 +24,7 @@ from edgekv.engines.base import Logits, check_rows
 from edgekv.engines.cached import RingLayout
 from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, bind_array
 from edgekv.engines.onnx.centre import CentreTable
+from edgekv.engines.onnx.memory import zeros_together
 from edgekv.engines.onnx.native import BLOCK
 from edgekv.engines.rope import amplitudes, inverse_frequencies, rotate, rotated_centre, settled_ropes
 from edgekv.errors import InvalidOption
@@ -33,19 +34,18 @@ from edgekv.kv.spec import ROW_FACTORS, KVDtype, KVSpec
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec, RopeSpec
 
-_ALIGNMENT = 64  # bytes: a cache line, so that no vector load straddles two
-
 
 class LayerCache:
     """One layer's keys and values in blocks of 16 slots, as native/kernels.h has them. A row is its D numbers and,
     where it has a factor, the two bytes of that, which the cache holds behind the blocks of each head."""
 
-    def __init__(self, spec: ModelSpec, dtype: KVDtype, slots: int) -> None:
-        heads, dim, blocks = spec.num_kv_heads, spec.head_dim, -(-slots // BLOCK)
+    def __init__(self, spec: ModelSpec, dtype: KVDtype, parts: dict[str, Array]) -> None:
+        """parts: the memory of keys and of values, each [K, slots, row]."""
+        (heads, slots, _), dim = parts["k"].shape, spec.head_dim
+        blocks = slots // BLOCK
         self._together = g = 4 if dtype in ROW_FACTORS else 1  # channels (keys) or slots (values) in one 32-bit word
         self._items = {part: code_items(dim, dtype, part) for part in "kv"}
-        slots, kind = blocks * BLOCK, np.dtype(CACHE_DTYPES[dtype])
-        self.parts = {part: _aligned((heads, slots, row_items(dim, dtype, part)), kind) for part in "kv"}
+        self.parts = parts
         flat = {part: rows.reshape(heads, -1) for part, rows in self.parts.items()}
         codes = {part: rows[:, : slots * self._items[part]] for part, rows in flat.items()}
         self._keys = codes["k"].reshape(heads, blocks, self._items["k"] // g, BLOCK, g)
@@ -97,7 +97,7 @@ class RingCache(RingLayout):
         self._heads = spec.num_kv_heads
         self._row = {part: row_items(spec.head_dim, kv.dtype, part) for part in "kv"}
         self.row_factors = kv.dtype in ROW_FACTORS
-        self.layers = tuple(LayerCache(spec, kv.dtype, count) for count in self._slots)
+        self.layers = _layers(spec, kv.dtype, self._slots)
         self.written = 0  # tokens, from the very first, up to where slots have been overwritten
         self._missing = 0  # tokens, from the very first, that no ring of a layer's own holds, whatever room it has
         self._centre, self._centre_stale = centre, False
@@ -312,9 +312,11 @@ def _contiguous(numbers: Any) -> Array:
     return np.ascontiguousarray(numbers, np.float32)
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Zeros that begin at a cache line."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.zeros(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
+def _layers(spec: ModelSpec, dtype: KVDtype, slots: Sequence[int]) -> tuple[LayerCache, ...]:
+    """A cache for each layer's number of slots, rounded up to blocks, all in one piece of memory."""
+    row = {part: row_items(spec.head_dim, dtype, part) for part in "kv"}
+    whole = [-(-count // BLOCK) * BLOCK for count in slots]
+    shapes = [(spec.num_kv_heads, count, row[part]) for count in whole for part in "kv"]
+    memory = zeros_together(shapes, np.dtype(CACHE_DTYPES[dtype]))
+    pairs = zip(memory[0::2], memory[1::2], strict=True)
+    return tuple(LayerCache(spec, dtype, {"k": keys, "v": values}) for keys, values in pairs)
