@@ -105,9 +105,9 @@ def check_combination(kv: KVSpec, options: LoadOptions) -> None:
 
         torch_engine.check_combination(kv, torch_options(options))
     else:
-        from edgekv.engines.onnx.options import check_combination
+        from edgekv.engines.onnx import options as onnx_choices
 
-        check_combination(kv, onnx_options(options))
+        onnx_choices.check_combination(kv, onnx_options(options))
 
 
 def open_engine(

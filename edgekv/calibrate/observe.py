@@ -121,17 +121,18 @@ class Observer:
         if learn:
             self.k_mean = np.zeros_like(self.v_low)
         cos, sin = _tables(engine, start, stop) if self.k_mean is not None else (None, None)
+        late = slice(max(0, SINKS - start), None)  # behind a passage's first tokens
         for layer in range(engine.spec.num_layers):
             keys, values = engine.rows(layer, start, stop)  # each [K, T, D]
             check_finite(layer, keys, values)
             self._see_layer(layer, pair_norms(keys), values)
             if self.tokens == start == 0:
                 self.first[:, layer] = keys[:, 0], values[:, 0]
-            self._v_sum[layer] += values[:, max(0, SINKS - start) :].sum(axis=1)
+            self._v_sum[layer] += values[:, late].sum(axis=1)
             if cos is not None and sin is not None:
                 unturned = rotate(keys, cos, -sin)
                 self._see_unturned(layer, unturned, learn)
-                self._k_sum[layer] += unturned[:, max(0, SINKS - start) :].sum(axis=1)
+                self._k_sum[layer] += unturned[:, late].sum(axis=1)
         counted = max(0, stop - max(start, SINKS))
         self.tokens += stop - start
         self._v_count += counted

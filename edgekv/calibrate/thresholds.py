@@ -69,7 +69,6 @@ CENTRE_GAIN = 4.0
 MAX_PAIRS = 16
 """Pairs in all: each costs the attention two products a slot."""
 
-
 LEAST_NORMAL = np.float32(2.0**-6)
 """Of E4M3's numbers, from which on neighbours are at most an eighth apart."""
 
@@ -121,8 +120,8 @@ def thresholds(seen: Observer, options: CalibrateOptions) -> tuple[Float32, Floa
         assert seen.k_mean is not None
         apart = pair_norms(taken - np.where(taken != 0, seen.k_mean, 0))
         pairs = np.where(pair_norms(taken) > 0, seen.left_max + apart, pairs)
-    taken = value_centre(seen, options)
-    largest = seen.v_max if taken is None else seen.v_left(taken)
+    mean = value_centre(seen, options)
+    largest = seen.v_max if mean is None else seen.v_left(mean)
     values = _statistic(largest, seen.v_histograms, options, rotated=False)  # [L, K, D]
     with np.errstate(over="ignore"):  # refused below, with its place
         found = [x * np.float32(options.headroom) for x in (np.concatenate([pairs, pairs], axis=-1), values)]

@@ -296,10 +296,10 @@ def _called(data: Any, where: str) -> dict[str, Any]:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         arguments = None
+    path = f"{where}.function.arguments"
     if not isinstance(arguments, dict):
-        path = f"{where}.function.arguments"
         raise refused(f"{path} is not a JSON object.", path)
-    _check_depth(arguments, f"{where}.function.arguments", f"{where}.function.arguments")
+    _check_depth(arguments, path, path)
     return {"id": number, "type": kind, "function": {"name": name, "arguments": arguments}}
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_ALIGNMENT = 64  # bytes: a cache line, so that no vector load straddles two
+_LINE = 64  # bytes of a cache line (native/matmul.h); a vector load from its beginning straddles no two
 
 
 def large_memory(size: int) -> Array:
@@ -29,12 +30,18 @@ def large_memory(size: int) -> Array:
     return np.frombuffer(memory, np.uint8)
 
 
+def line_starts(sizes: Iterable[int]) -> list[int]:
+    """Where pieces of these sizes begin, each at a cache line behind the one before, and where the last one's lines
+    end."""
+    return list(accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
+
+
 def zeros_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Array]:
     """Arrays of zeros in one piece of memory, each beginning at a cache line."""
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-    starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
-    memory = large_memory(int(starts[-1]))
+    *starts, end = line_starts(sizes)
+    memory = large_memory(end)
     return [
         memory[start : start + size].view(dtype).reshape(shape)
-        for start, size, shape in zip(starts, sizes, shapes, strict=False)
+        for start, size, shape in zip(starts, sizes, shapes, strict=True)
     ]

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,13 +34,12 @@ from onnx import TensorProto, helper
 from edgekv.engines.onnx import native
 from edgekv.engines.onnx.adapt import NATIVE_DOMAIN
 from edgekv.engines.onnx.graphfile import tensor_array
-from edgekv.engines.onnx.memory import large_memory
+from edgekv.engines.onnx.memory import large_memory, line_starts
 from edgekv.engines.onnx.native import PACKED_WEIGHTS
 from edgekv.engines.onnx.surgery import attribute
 from edgekv.weights.base import fits_half
 
 Array = np.ndarray[Any, Any]
-_LINE = 64  # bytes; native/matmul.h
 _PANEL = 16  # outputs; native/matmul.h
 _PART = 256  # panels that are packed at once
 _SCANNED = 1 << 20  # bytes of codes that are looked at at once
@@ -187,7 +185,7 @@ def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) ->
     for absorbed in (_with_gates, _with_sums, _with_norms):
         steps = absorbed(steps, outputs)
     products = [step for step in steps if isinstance(step, _Product)]
-    ends = list(accumulate((-(-product.size // _LINE) * _LINE for product in products), initial=0))
+    ends = line_starts(product.size for product in products)
     memory = large_memory(ends[-1])
     with ThreadPoolExecutor(threads or None) as pool:
         waiting = [

@@ -8,9 +8,9 @@
     combine   joins the parts
 
 Scales never touch a row: those of the keys go into the query, those of the values into the output, to which also the
-values' centre is added. A query times such
-scales overflows float16 easily (K channels of some models reach 200, onnxruntime PR 32515), so each row of queries is
-divided by a power of two, which is exact, and its scores are multiplied by it again in float32.
+values' centre is added. A query times such scales overflows float16 easily (K channels of some models reach 200,
+onnxruntime PR 32515), so each row of queries is divided by a power of two, which is exact, and its scores are
+multiplied by it again in float32.
 
 FP8 is taken apart in integers, so that it works on devices whose hardware does not know it: the bits of an E4M3 number
 moved into a float16 make that number times 2**-8, subnormals included.
@@ -22,6 +22,7 @@ decode step serves any of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -112,7 +113,16 @@ class TritonKernels:
         exact = rows.keys.dtype == torch.float32
         tile = Tile.of(size, group * count, wide=exact or rows.turns is not None)
         out = torch.empty((heads, count, size), device=queries.device)
-        scaled = rows.k_scale is not None
+        scaled, moved = rows.k_scale is not None, rows.v_centre is not None
+        v_scale, v_centre = rows.v_scale if scaled else queries, rows.v_centre if moved else queries
+        common: dict[str, Any] = {
+            "SIZE": size,
+            "WIDTH": triton.next_power_of_2(size),
+            "GROUP": group,
+            "SPLITS": splits,
+            "SCALED": scaled,
+            "VALUES_CENTRED": moved,
+        }
         across = queries if rows.k_centre is None else against_centre(pinned_queries, rows.k_centre)
         grid = (triton.cdiv(group * count, tile.rows), kv_heads, splits)
         _attend[grid](
@@ -123,8 +133,8 @@ class TritonKernels:
             _plain(rows.keys),
             _plain(rows.values),
             rows.k_scale if scaled else queries,
-            rows.v_scale if scaled else queries,
-            queries if rows.v_centre is None else rows.v_centre,
+            v_scale,
+            v_centre,
             place.state,
             out,
             self._parts,
@@ -133,36 +143,19 @@ class TritonKernels:
             rows.keys.shape[1],
             scaling,
             softcap or 0.0,
-            SIZE=size,
-            WIDTH=triton.next_power_of_2(size),
-            GROUP=group,
             ROWS=tile.rows,
             PLACES=tile.places,
-            SPLITS=splits,
             WINDOW=window or 0,
             SOFTCAP=softcap is not None,
             KIND=_KINDS.get(rows.keys.dtype, _FLOAT),
-            SCALED=scaled,
             CENTRED=rows.turns is not None,
-            VALUES_CENTRED=rows.v_centre is not None,
             HALF=not exact,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **common,
         )
         if splits > 1:
-            _combine[(heads,)](
-                self._parts,
-                self._tops,
-                rows.v_scale if scaled else queries,
-                queries if rows.v_centre is None else rows.v_centre,
-                out,
-                SIZE=size,
-                WIDTH=triton.next_power_of_2(size),
-                GROUP=group,
-                SPLITS=splits,
-                SCALED=scaled,
-                VALUES_CENTRED=rows.v_centre is not None,
-            )
+            _combine[(heads,)](self._parts, self._tops, v_scale, v_centre, out, **common)
         return out
 
 
