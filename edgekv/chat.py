@@ -30,7 +30,7 @@ from edgekv.text.grammar import Grammars
 from edgekv.text.precheck import LengthReport, Overflow, PromptOutline, check_lengths
 from edgekv.text.prompt import ChatFormat, Prompt
 from edgekv.text.template import Message, Tool
-from edgekv.text.tokenizer import Tokenizer
+from edgekv.text.tokenizer import GUARD, Tokenizer
 
 Events = Generator[Event, None, None]
 Reusable = Callable[[Sequence[int], int], Window]
@@ -316,5 +316,5 @@ class Chat:
         if passed[: len(ids)] != ids:  # it was not read to its end
             return prompt
         said = passed[len(ids) :]
-        text = self.tokenizer.guard(self.tokenizer.decode(said))
+        text = self.tokenizer.guard(self.tokenizer.decode(said)).removesuffix(GUARD)  # which more of the text may undo
         return prompt.followed_by(text, said, [0] * len(said))

@@ -9,7 +9,10 @@ token is decoded together with a few before it, and only what the whole sequence
 Held back are: a final U+FFFD, which the next byte may still turn into a character; a run of byte tokens of a
 SentencePiece vocabulary, which the decoder spells as a whole or not at all; and the end of the text while it could be
 the beginning of a stop string. All the pieces together equal the whole decode, or the whole decode up to the first
-stop string. A token costs the decoding of a handful of tokens, whatever the length of the answer.
+stop string, less what is no character at its end: wherever an answer is cut, its text ends with a whole character. (A
+model that writes U+FFFD itself as the last character loses it. Bytes that are no character in the middle of an answer
+are a U+FFFD each, as in every decoder: no later token makes them one.) A token costs the decoding of a handful of
+tokens, whatever the length of the answer.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from edgekv.errors import InvalidOption
 from edgekv.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
+_LONGEST = 4  # bytes of a character in UTF-8
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,21 @@ class StreamDetokenizer:
         return self._gate.put(self._advance(token_id))
 
     def finish(self) -> str:
-        """No more tokens come: returns the rest of the text."""
+        """No more tokens come: returns the rest of the text, without a character that is not whole."""
         if self.stopped:
             return ""
-        text = self._after(self._cuts[-1], self._pending)
+        text = self._whole()
         new, self._settled = text[self._settled :], len(text)
         return self._gate.put(new) + self._gate.close()
+
+    def _whole(self) -> str:
+        """The pending text. A run of byte tokens is spelled as a whole or not at all, so the bytes of a character that
+        is not whole are left out before."""
+        cut, pending = self._cuts[-1], self._pending
+        in_run = bool(pending) and pending[-1] in self._tokenizer.byte_tokens
+        fewer = range(min(_LONGEST, len(pending) + 1) if in_run else 0)
+        texts = (self._after(cut, pending[: len(pending) - count]) for count in fewer)
+        return next((text for text in texts if not text.endswith(_REPLACEMENT)), self._after(cut, pending))
 
     def _advance(self, token_id: int) -> str:
         """The text that this token settles."""
@@ -130,7 +143,8 @@ class StreamDetokenizer:
 
 
 class _StopGate:
-    """Lets text through up to a stop string, and keeps back an end that may become one."""
+    """Lets text through up to a stop string, and keeps back an end that may become one. What has passed never ends in
+    U+FFFD."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         if "" in stop:
@@ -146,7 +160,7 @@ class _StopGate:
         found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return self._pass(min(found)[1], drop=True)
+            return self._pass(min(found)[1])
         return self._pass(len(self._held) - self._possible_beginning())
 
     def close(self) -> str:
@@ -157,8 +171,9 @@ class _StopGate:
         sizes = range(min(self._longest - 1, len(self._held)), 0, -1)
         return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stop)), 0)
 
-    def _pass(self, size: int, *, drop: bool = False) -> str:
-        text, self._held = self._held[:size], "" if drop else self._held[size:]
+    def _pass(self, size: int) -> str:
+        text = self._held[:size].rstrip(_REPLACEMENT)
+        self._held = self._held[len(text) :]
         if text:
             self.passed.append(text)
         return text

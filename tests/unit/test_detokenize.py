@@ -5,31 +5,17 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tokenizers
+from helpers.pieces import pieces
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
 
 from edgekv.errors import InvalidOption
 from edgekv.text.detokenize import StreamDetokenizer
 from edgekv.text.tokenizer import Tokenizer
 
 FILE = Path(__file__).parents[1] / "data" / "llama-fp16" / "tokenizer.json"
-
-
-def pieces() -> Any:
-    """A SentencePiece-like backend: spaces as U+2581, the first one stripped, and byte tokens."""
-    words = ["▁", "▁▁", "▁a", "a", "b", "▁hello", "\ufffd", "▁\ufffd", "好"]
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + n for n, word in enumerate(words)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab={**vocab, "<s>": 265}, merges=[], byte_fallback=True))
-    backend.add_special_tokens(["<s>"])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return backend
 
 
 BYTES = Tokenizer.from_file(FILE)
@@ -70,14 +56,15 @@ PIECE_STREAM = st.lists(
 def check(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str] = ()) -> StreamDetokenizer:
     """Stream the ids and compare every step with whole decodes."""
     stream, joined, seen = StreamDetokenizer(tokenizer, stop), "", 0
-    whole = tokenizer.decode(ids)
+    whole = spelled_whole(tokenizer, ids)
     ends = [(whole.find(text) + len(text), whole.find(text)) for text in stop if text in whole]
-    expected = whole[: min(ends)[1]] if ends else whole
+    expected = (whole[: min(ends)[1]] if ends else whole).rstrip("\ufffd")
     for token in ids:
         seen += not stream.stopped
         joined += stream.add(token)
         assert expected.startswith(joined)
         assert stream.shown == joined
+        assert not joined.endswith("\ufffd")
         assert stream.shown_tokens == longest_shown(tokenizer, ids[:seen], joined)
     joined += stream.finish()
     assert joined == stream.shown == expected
@@ -85,6 +72,23 @@ def check(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str] = ()) ->
     assert stream.shown_tokens == longest_shown(tokenizer, ids[:seen], joined)
     assert stream.finish() == ""
     return stream
+
+
+def spelled_whole(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The decode, without what is behind the last whole character of byte tokens: they are spelled all or none."""
+    text_ids = [number for number in ids if tokenizer.is_text(number)]
+    run = next((n for n, number in enumerate(reversed(text_ids)) if number not in tokenizer.byte_tokens), len(text_ids))
+    last = bytes(text_ids[len(text_ids) - run :])  # the ids of these tokens are the bytes
+    cuts = [cut for cut in range(min(4, run + 1)) if is_utf8(last[: run - cut])]
+    return tokenizer.decode(text_ids[: len(text_ids) - cuts[0]]) if cuts else tokenizer.decode(text_ids)
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def longest_shown(tokenizer: Tokenizer, ids: Sequence[int], shown: str) -> int:
@@ -95,6 +99,8 @@ def longest_shown(tokenizer: Tokenizer, ids: Sequence[int], shown: str) -> int:
 @settings(deadline=None, max_examples=200)
 @example([BYTE_IDS[byte] for byte in "🦙".encode()[:3]])
 @example([BYTE_IDS[byte] for byte in b"\xe4\xbd" + "你".encode() + b"\xff"])
+@example([BYTE_IDS[byte] for byte in b"a\x99\x99" + "🦙".encode()[:2]])
+@example([BYTE_IDS[byte] for byte in b"a\x99\xff\x99b\x99\x99"])
 def test_joined_stream_is_the_whole_decode(ids: list[int]) -> None:
     """case C22"""
     check(BYTES, ids)
@@ -104,6 +110,9 @@ def test_joined_stream_is_the_whole_decode(ids: list[int]) -> None:
 @settings(deadline=None, max_examples=200)
 @example([256, 256, 258])
 @example([0xE4, 0xBD, 0xA0, 0xFF, 259])
+@example([259, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0xA6])
+@example([0xE4, 0xBD, 0xA0, EOS_PIECE, 0xF0, 0x9F])
+@example([0x99, 0xFF, 0x99, 0xE4])
 @example([263, 263, 262, 262])
 def test_joined_stream_is_the_whole_decode_in_pieces(ids: list[int]) -> None:
     """case C22: leading spaces, and runs of byte tokens that are decoded as a whole or not at all."""
@@ -129,6 +138,20 @@ def test_an_emoji_comes_in_one_piece() -> None:
     stream = StreamDetokenizer(BYTES)
     pieces = [stream.add(BYTE_IDS[byte]) for byte in "🦙é".encode()]
     assert pieces == ["", "", "", "🦙", "", "é"]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, PIECES])
+def test_a_cut_inside_a_character_ends_before_it(tokenizer: Tokenizer) -> None:
+    """A family is seven characters of three or four bytes. Wherever it is cut, whole characters are shown, and tokens
+    are counted that give just these."""
+    text = "好👨‍👩‍👧‍👦"
+    bytes_of = BYTE_IDS if tokenizer is BYTES else range(256)
+    for cut in range(len(text.encode()) + 1):
+        stream, data = StreamDetokenizer(tokenizer), text.encode()[:cut]
+        ids = [bytes_of[byte] for byte in data]
+        shown = "".join(map(stream.add, ids)) + stream.finish()
+        assert shown == stream.shown == data.decode(errors="ignore")
+        assert tokenizer.decode(ids[: stream.shown_tokens]) == shown
 
 
 def test_text_is_not_held_back_without_need() -> None:
