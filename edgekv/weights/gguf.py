@@ -54,6 +54,7 @@ class GGUFSource:
         self.path = path
         self._reader = _open(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._check_types()
         self._metadata = Metadata(path, self._reader.fields)
         self.spec = spec_from_metadata(self._metadata, self._tensors, _to_float)
         self._check_shapes()
@@ -178,6 +179,18 @@ class GGUFSource:
             return f"blk.{layer}.{_PACKED_NAMES[packed_with(part)[0]]}", packed_rows(self.spec, part)[1]
         return f"blk.{layer}.{_NAMES[part]}", None
 
+    def _check_types(self) -> None:
+        """The library knows more types than it can dequantise: it is asked, for one block of zeros of each type."""
+        import gguf
+
+        for kind, tensor in {tensor.tensor_type: tensor for tensor in self._reader.tensors}.items():
+            try:
+                gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            except NotImplementedError:
+                raise UnsupportedModel(
+                    f"{self.path.name}: {tensor.name} is stored as {kind.name}, which edgekv does not read."
+                ) from None
+
     def _check_shapes(self) -> None:
         spec = self.spec
         if spec.num_layers > len(self._tensors):
@@ -237,11 +250,7 @@ def _to_float(tensor: Any, data: Codes | None = None) -> Float32:
     """A tensor in float32; `data`: only these bytes of it."""
     import gguf
 
-    try:
-        values = gguf.quants.dequantize(tensor.data if data is None else data, tensor.tensor_type)
-    except NotImplementedError:
-        kind = tensor.tensor_type.name
-        raise UnsupportedModel(f"{tensor.name} is stored as {kind}, which edgekv does not read from GGUF.") from None
+    values = gguf.quants.dequantize(tensor.data if data is None else data, tensor.tensor_type)
     return np.asarray(values, dtype=np.float32)
 
 

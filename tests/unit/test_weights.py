@@ -110,8 +110,8 @@ def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[Any, s
                list: writer.add_array}[type(value)]  # fmt: skip
         add(key, value)
     for name, (array, kind) in tensors.items():
-        if kind in ("F32", "F16"):
-            writer.add_tensor(name, array.astype(np.float32 if kind == "F32" else np.float16))
+        if plain := {"F16": np.float16, "F32": np.float32, "F64": np.float64}.get(kind):
+            writer.add_tensor(name, array.astype(plain))
         else:
             writer.add_tensor(name, gguf.quants.quantize(array, Kind[kind]), raw_dtype=Kind[kind])
     writer.write_header_to_file()
@@ -510,6 +510,7 @@ Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
         (lambda m, t: t.update({"rope_freqs.weight": (np.zeros(8), "F32")}), BadCheckpoint, "RoPE factors"),
         (lambda m, t: t.update({"rope_factors_long.weight": (np.ones(8), "F32")}), UnsupportedModel, "rotary angles"),
         (lambda m, t: t.update({"blk.0.attn_q_norm.weight": (np.ones(16), "F32")}), UnsupportedModel, "attn_q_norm"),
+        (lambda m, t: t.update({"blk.1.ffn_up.weight": (np.ones((128, 64)), "F64")}), UnsupportedModel, "ffn_up.*F64"),
         (lambda m, t: t.pop("blk.1.ffn_up.weight"), BadCheckpoint, r"blk\.1\.ffn_up\.weight"),
         (lambda m, t: t.update({"blk.1.ffn_up.weight": (np.ones((64, 128)), "F32")}), BadCheckpoint, r"\[64, 128\]"),
         (lambda m, t: t.update({"output.weight": (np.ones((64, 512)), "F32")}), BadCheckpoint, r"output\.weight"),
