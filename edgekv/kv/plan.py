@@ -4,7 +4,8 @@
                                                     bytes, one of 4 bits D/2 + 2, and layers with a window may have a
                                                     ring of R slots: KVSpec.ring_slots)
     key centres      4 L K D + 8 P C                where keys are held less their centre (kv/scales.py): that, and cos
-                                                    and sin of P pairs of channels at each slot
+                                                    and sin of P pairs of channels at each slot; in the torch engine
+                                                    those of D/2 pairs at C/32 + 64 slots (cache.Turns)
     value centres    4 L K D                        where values are (FP8)
     RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
     RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
@@ -334,8 +335,9 @@ def _centre_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[Pla
     channels, lines = 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim, []
     if request.centre_pairs:
         pairs = spec.head_dim // 2 if request.torch else request.centre_pairs
-        formula = f"L K D x 4 bytes + C x {pairs} pairs x 8 bytes"
-        lines.append(PlanLine("key centres", channels + 8 * pairs * kv.capacity, formula))
+        slots, shown = (-(-kv.capacity // 32) + 64, "(C/32 + 64)") if request.torch else (kv.capacity, "C")
+        formula = f"L K D x 4 bytes + {shown} x {pairs} pairs x 8 bytes"
+        lines.append(PlanLine("key centres", channels + 8 * pairs * slots, formula))
     if request.value_centres:
         lines.append(PlanLine("value centres", channels, "L K D x 4 bytes"))
     return lines

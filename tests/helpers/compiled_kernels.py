@@ -18,8 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from edgekv.engines.torch.cache import LayerRows, Place
+from edgekv.engines.torch.cache import LayerRows, Place, Turns
 from edgekv.engines.torch.kernels import fused
+from edgekv.model.spec import RopeSpec
 
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": torch.float16, "float": torch.float32}
 TYPES = {
@@ -46,7 +47,7 @@ def launches(size: int, group: int, count: int, dtype: str, centred: bool) -> li
     stored = torch.zeros((kv_heads, capacity, size), dtype=STORED[dtype])
     scale = torch.ones((kv_heads, size)) if dtype in ("int8", "fp8") else None
     centre = torch.ones((kv_heads, size)) if centred else None
-    turns = torch.zeros((capacity, size)) if centred else None
+    turns = Turns.of(RopeSpec(), size, capacity, torch.device("cpu")) if centred else None
     rows = LayerRows(stored, stored, scale, scale, centre, turns, v_centre=centre)
     found: list[Any] = []
     real = {name: getattr(fused, name) for name in KERNELS}
@@ -68,6 +69,7 @@ def compiled(capability: int, kernel: Any, arguments: Any, options: dict[str, An
     given = dict(zip(kernel.arg_names, arguments, strict=False))
     build = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
     constants = {name: value for name, value in options.items() if name not in build}
+    constants |= {name: None for name, value in given.items() if value is None}
     signature, hints = {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = given.get(name)

@@ -21,10 +21,11 @@ import pytest
 import torch
 from helpers.reference import relative_errors
 
-from edgekv.engines.torch.cache import LayerRows, Place
+from edgekv.engines.torch.cache import TURN_STEP, LayerRows, Place, Turns
 from edgekv.engines.torch.kernels import Kernels, twin
 from edgekv.kv.quant import LIMIT, quantize
 from edgekv.kv.spec import KVDtype
+from edgekv.model.spec import RopeSpec
 
 STORED: dict[KVDtype, torch.dtype] = {
     "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": torch.float16, "float": torch.float32,
@@ -51,6 +52,7 @@ class Case:
     kv_heads: int = 2
     centre: float = 0.0  # how large a constant the keys are stored without
     v_centre: float = 0.0  # the same of values, beside what is left
+    attention_factor: float = 1.0  # of the RoPE: it lengthens turned centres, the rest has it in queries and keys
 
     def slot(self, place: int) -> int:
         """Where a place's row lies, from the description of the ring."""
@@ -100,12 +102,12 @@ def arrays(case: Case) -> Arrays:
     )
 
 
-def turned(given: Arrays, places: int) -> Any:
+def turned(case: Case, given: Arrays) -> Any:
     """The centre at the angle of every place, [K, n, D], in float64."""
-    angles = np.arange(places)[:, None] * given.frequencies
+    angles = np.arange(case.length)[:, None] * given.frequencies
     low, high = np.split(given.centre[:, None].astype(np.float64), 2, axis=-1)
     parts = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
-    return np.concatenate(parts, axis=-1)
+    return case.attention_factor * np.concatenate(parts, axis=-1)
 
 
 def codes(case: Case, rows: Any, step: Any) -> Any:
@@ -126,7 +128,7 @@ def wanted(case: Case, given: Arrays) -> Any:
         pinned = given.pinned_queries.astype(np.float64) @ keys.swapaxes(1, 2)
         scores[..., : case.pinned] = pinned[..., : case.pinned]
     if case.centre:
-        centres = np.repeat(turned(given, case.length), case.group, 0)
+        centres = np.repeat(turned(case, given), case.group, 0)
         scores += (given.pinned_queries if case.evicted else given.queries).astype(np.float64) @ centres.swapaxes(1, 2)
     scores *= case.size**-0.5
     if case.softcap:
@@ -152,8 +154,8 @@ def run(kernels: Kernels, case: Case, given: Arrays) -> tuple[torch.Tensor, Laye
     scales = [torch.from_numpy(given.steps[part]) if case.dtype in LIMIT else None for part in "kv"]
     rows = LayerRows(stored["k"], stored["v"], *scales)
     if case.centre:
-        angles = np.arange(case.capacity)[:, None] * given.frequencies
-        turns = torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
+        rope = RopeSpec(attention_factor=case.attention_factor)
+        turns = Turns.of(rope, case.size, case.capacity, torch.device("cpu"))
         rows = replace(rows, k_centre=torch.from_numpy(given.centre), turns=turns)
     if case.v_centre:
         rows = replace(rows, v_centre=torch.from_numpy(given.v_centre))
@@ -204,7 +206,7 @@ CENTRED = [
     for case in (BASE, SHAPES[5], WRAPPED[2], WRAPPED[3], WINDOWS[7], CAPPED[1])
     for centre in (1.0, 100.0)
     if centre == 1.0 or case.softcap is None
-]  # fmt: skip
+] + [replace(BASE, centre=10.0, attention_factor=1.2)]  # fmt: skip
 VALUES_CENTRED = [
     replace(case, v_centre=5.0)
     for case in (BASE, SHAPES[5], PROMPTS[2], WRAPPED[3], WINDOWS[7], CAPPED[1], *DTYPES[:2])
@@ -219,6 +221,20 @@ EXTREME = [replace(BASE, k_step=k, v_step=v, dtype=dtype, length=90) for k, v, d
 def test_twins(case: Case) -> None:
     """Very large scores make the softmax a choice of one row, which float32 makes like float64 here."""
     check(twin, case, 1e-2 if case in EXTREME else LARGE if case.centre == 100 else EXACT)
+
+
+def test_two_small_tables_hold_every_angle() -> None:
+    """As precisely as float32 tables of all places, which are off by 3e-8, however long the cache."""
+    places = np.concatenate([np.arange(100), np.random.default_rng(0).integers(0, 1 << 20, 1000), [(1 << 20) - 1]])
+    turns = Turns.of(RopeSpec(), 128, 1 << 20, torch.device("cpu"))
+    starts, within = turns.starts[places // TURN_STEP], turns.within[places % TURN_STEP]
+    (cos, sin), (near_cos, near_sin) = starts.chunk(2, -1), within.chunk(2, -1)
+    angles = places[:, None] * np.float64(10_000) ** (-np.arange(0, 1, 2 / 128))
+    for found, exact in (
+        (cos * near_cos - sin * near_sin, np.cos(angles)),
+        (sin * near_cos + cos * near_sin, np.sin(angles)),
+    ):
+        assert np.abs(found.numpy() - exact).max() < 2e-7
 
 
 @pytest.fixture(scope="module")

@@ -387,8 +387,9 @@ def test_key_centres_take_what_the_plan_says(engine: str) -> None:
         assert planned == sum(array.nbytes for name, array in table.inputs() if name != "pairs")
     else:
         cache = RingCache(SMALL, kv, scales, torch.device("cpu"))
-        tensors = [cache._turns, *cache._centres.values()]
-        assert planned == sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        assert cache._turns is not None
+        tensors = [cache._turns.starts, cache._turns.within, *cache._centres.values()]
+        assert planned == sum(tensor.nbytes for tensor in tensors)
     assert plan.total_bytes - plan_of(SMALL, context=kv.capacity, **{engine: True}).total_bytes == planned
     whole = plan_of(SMALL, context=kv.capacity, centre_pairs=3)
     assert whole == plan_of(SMALL, context=kv.capacity)

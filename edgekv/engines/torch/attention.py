@@ -11,8 +11,8 @@ softmax goes over both parts. Angles are made in float64 on the host, for as man
 
 Where keys are stored less a constant c (kv/scales.py), the score that they lack is q . R(j - t) c, for a key in place j
 and a token in place t: pinned or not, they stand j - t apart. So it is the product of the query turned to t, which is
-what pinned keys meet, and c turned to j: a table over the places, which no eviction changes, serves all layers. What
-values are stored without is added to the output.
+what pinned keys meet, and c turned to j: angles of the places (cache.Turns), which no eviction changes, serve all
+layers. What values are stored without is added to the output.
 """
 
 from __future__ import annotations

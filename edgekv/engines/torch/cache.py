@@ -5,7 +5,7 @@ A token's *place* is its number among those in the cache. How the keys' angles f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from edgekv.engines.cached import RingLayout
 from edgekv.engines.rope import rope_tables, settled
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVDtype, KVSpec
-from edgekv.model.spec import ModelSpec
+from edgekv.model.spec import ModelSpec, RopeSpec
 
 Rows = npt.NDArray[Any]
 
@@ -60,6 +60,36 @@ class Place:
         return torch.where(tokens < self.pinned, tokens, ring)
 
 
+TURN_STEP = 32
+"""Places from one start of `Turns` to the next."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """cos and sin of every place's angle, as two small tables: angle(s + r) = angle(s) + angle(r), s a multiple of 32.
+
+    What is multiplied with the turned centre is turned to s first, so that a tile of places is met by the same few rows
+    wherever it begins. Both come from float64 (engines/rope.py); a row has D/2 cosines, and D/2 sines behind them.
+
+    Attributes:
+        starts: [C/32 rounded up, D] float32, of places 0, 32, 64 ..., times the RoPE's attention factor.
+        within: [64, D] float32, of places 0 .. 63, without it.
+    """
+
+    starts: Tensor
+    within: Tensor
+
+    @classmethod
+    def of(cls, rope: RopeSpec, head_dim: int, capacity: int, device: torch.device) -> Turns:
+        """Of a settled RoPE and a cache of `capacity` slots."""
+
+        def table(rope: RopeSpec, count: int) -> Rows:
+            return np.concatenate(rope_tables(rope, head_dim, 0, count), axis=1)
+
+        starts, within = table(rope, capacity)[::TURN_STEP], table(replace(rope, attention_factor=1.0), 2 * TURN_STEP)
+        return cls(torch.tensor(starts, device=device), torch.tensor(within, device=device))
+
+
 @dataclass(frozen=True)
 class LayerRows:
     """One layer's part of the cache.
@@ -67,7 +97,7 @@ class LayerRows:
     Attributes:
         keys, values: [K, C, D] as stored. k_scale, v_scale: [K, D] float32, or None where nothing is scaled.
         k_centre: [K, D] float32, what keys are stored without (kv/scales.py), or None.
-        turns: with a centre, cos and sin of each place's angle, [C, D] float32: D/2 of the one, then of the other.
+        turns: with a centre, the places' angles, by which it is turned.
         v_centre: [K, D] float32, what values are stored without, or None.
     """
 
@@ -76,7 +106,7 @@ class LayerRows:
     k_scale: Tensor | None
     v_scale: Tensor | None
     k_centre: Tensor | None = None
-    turns: Tensor | None = None
+    turns: Turns | None = None
     v_centre: Tensor | None = None
 
 
@@ -95,11 +125,11 @@ class RingCache(RingLayout):
         if scales is not None and scales.v_centre is not None:
             self._v_centres = torch.tensor(scales.v_centre, device=device)
         self._centres: dict[int, Tensor] = {}
-        self._turns: Tensor | None = None  # [C, D]
+        self._turns: Turns | None = None
         if scales is not None and scales.k_centre is not None:
             self._centres = {i: torch.tensor(scales.k_centre[i], device=device) for i in scales.centred_layers}
-            tables = rope_tables(settled(spec.rope, spec.head_dim, kv.capacity), spec.head_dim, 0, kv.capacity)
-            self._turns = torch.tensor(np.concatenate(tables, axis=1), device=device)
+            rope = settled(spec.rope, spec.head_dim, kv.capacity)
+            self._turns = Turns.of(rope, spec.head_dim, kv.capacity, device)
 
     @property
     def evicted(self) -> int:

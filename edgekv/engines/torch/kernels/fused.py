@@ -12,11 +12,26 @@ values' centre is added. A query times such scales overflows float16 easily (K c
 onnxruntime PR 32515), so each row of queries is divided by a power of two, which is exact, and its scores are
 multiplied by it again in float32.
 
+What keys lack without their centre is a second product, of queries times the centre (by_cos and by_sin of twin.py) with
+the angles of places. A table of all places would be 4 D bytes a place, twice an INT8 cache's rows. Instead the factors
+are turned to the first place of a tile (one row of `Turns.starts`) and meet the same table of offsets in every tile.
+Bytes that a program reads for its share of n places at D = 128, and, compiled for compute capability 8.6, the shared
+memory and what each thread spills (decoding with 8 query heads a KV head; reading 128 tokens with 4):
+
+                               rows     angles             n = 128   n = 512   decoding      reading
+    table of all places        2 n D    4 n D              96 KiB    384 KiB   70 KiB, 0 B   92 KiB, 24 B
+    turned to a tile's start   2 n D    n D / 16 + 256 D   65 KiB    164 KiB   57 KiB, 0 B   65 KiB, 0 B
+
+(heads of 256 spilled 64 bytes, and spill none now). Constants may be a hundred times what is left of a key, so the
+product must be as exact as float32: both sides are split into two float16, and three of the four products are taken.
+At D = 128 they miss the largest score by 4e-7 of it, as do float32 and tf32x3. With tf32x3 the table, which is split
+before the loop, took 105 KiB of shared memory.
+
 FP8 is taken apart in integers, so that it works on devices whose hardware does not know it: the bits of an E4M3 number
 moved into a float16 make that number times 2**-8, subnormals included.
 
 The three integers that change from token to token (past, evicted, pinned) are read from the device, so a captured
-decode step serves any of them.
+decode step serves any of them. What a layer does not have (scales, centres) is None, and compiled away.
 """
 
 from __future__ import annotations
@@ -29,16 +44,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgekv.engines.torch.cache import LayerRows, Place
-from edgekv.engines.torch.kernels.twin import against_centre
+from edgekv.engines.torch.cache import TURN_STEP, LayerRows, Place
 
 _MIN_ROWS = 16  # the least that a matrix unit multiplies
 _MAX_SPLITS = 64
 _LEAST_SHARE = 128  # places of a split
 _PROGRAMS = 256  # that decoding aims at: a few for each multiprocessor
-
-_FLOAT, _INT8, _FP8 = 0, 1, 2
-_KINDS = {torch.int8: _INT8, torch.float8_e4m3fn: _FP8}
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class Tile:
         """The largest that stays in registers and in the 99 KiB of shared memory of a consumer card.
 
         Args:
-            size: D. query_rows: of a KV head. wide: some products are of float32 (a centre, or a float32 cache).
+            size: D. query_rows: of a KV head. wide: a float32 cache or a centre, whose products take twice the room.
         """
         large = triton.next_power_of_2(size) > 128
         most = (32 if large else 64) // (2 if wide else 1)
@@ -84,14 +95,12 @@ class TritonKernels:
             _store[(heads, triton.cdiv(count, block))](
                 new.contiguous(),
                 _plain(stored),
-                new if scale is None else scale,
+                scale,
                 place.state,
                 count,
-                rows.keys.shape[1],
                 SIZE=size,
                 WIDTH=triton.next_power_of_2(size),
                 BLOCK=block,
-                KIND=_KINDS.get(stored.dtype, _FLOAT),
             )
 
     def attend(
@@ -110,52 +119,40 @@ class TritonKernels:
         kv_heads = len(rows.keys)
         group = heads // kv_heads
         splits = self._splits if count == 1 else 1
-        exact = rows.keys.dtype == torch.float32
-        tile = Tile.of(size, group * count, wide=exact or rows.turns is not None)
+        wide = rows.keys.dtype == torch.float32 or rows.k_centre is not None
+        tile = Tile.of(size, group * count, wide=wide)
         out = torch.empty((heads, count, size), device=queries.device)
-        scaled, moved = rows.k_scale is not None, rows.v_centre is not None
-        v_scale, v_centre = rows.v_scale if scaled else queries, rows.v_centre if moved else queries
         common: dict[str, Any] = {
-            "SIZE": size,
-            "WIDTH": triton.next_power_of_2(size),
-            "GROUP": group,
-            "SPLITS": splits,
-            "SCALED": scaled,
-            "VALUES_CENTRED": moved,
-        }
-        across = queries if rows.k_centre is None else against_centre(pinned_queries, rows.k_centre)
+            "SIZE": size, "WIDTH": max(32, triton.next_power_of_2(size)), "GROUP": group, "SPLITS": splits,
+        }  # fmt: skip
         grid = (triton.cdiv(group * count, tile.rows), kv_heads, splits)
         _attend[grid](
             queries.contiguous(),
             pinned_queries.contiguous(),
-            across.contiguous(),
-            queries if rows.turns is None else rows.turns,
+            rows.k_centre,
+            None if rows.turns is None else rows.turns.starts,
+            None if rows.turns is None else rows.turns.within,
             _plain(rows.keys),
             _plain(rows.values),
-            rows.k_scale if scaled else queries,
-            v_scale,
-            v_centre,
+            rows.k_scale,
+            rows.v_scale,
+            rows.v_centre,
             place.state,
-            out,
-            self._parts,
+            self._parts if splits > 1 else out,
             self._tops,
             count,
-            rows.keys.shape[1],
             scaling,
-            softcap or 0.0,
             ROWS=tile.rows,
             PLACES=tile.places,
+            TURN=TURN_STEP,
             WINDOW=window or 0,
-            SOFTCAP=softcap is not None,
-            KIND=_KINDS.get(rows.keys.dtype, _FLOAT),
-            CENTRED=rows.turns is not None,
-            HALF=not exact,
+            SOFTCAP=softcap or 0.0,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **common,
         )
         if splits > 1:
-            _combine[(heads,)](self._parts, self._tops, v_scale, v_centre, out, **common)
+            _combine[(heads,)](self._parts, self._tops, rows.v_scale, rows.v_centre, out, **common)
         return out
 
 
@@ -198,100 +195,162 @@ def _decode_fp8(code):
 
 @triton.jit
 def _store(
-    new, stored, scale, state, count, capacity,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    new, stored, scale, state, count,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, WIDTH)
+    capacity = tl.load(state + 3)
     slot = _slot(tl.load(state) + token, tl.load(state + 1), tl.load(state + 2), capacity)
     there = (token[:, None] < count) & (channel[None] < SIZE)
     x = tl.load(new + (head * count + token[:, None]) * SIZE + channel[None], mask=there, other=0.0).to(tl.float32)
-    if KIND != 0:
+    if scale is not None:
         step = tl.load(scale + head * SIZE + channel, mask=channel < SIZE, other=1.0)
         x = tl.div_rn(x, tl.broadcast_to(step[None], (BLOCK, WIDTH)))
     target = stored + (head * capacity + slot[:, None]) * SIZE + channel[None]
-    if KIND == 1:
+    if stored.dtype.element_ty == tl.int8:
         tl.store(target, _round(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8), mask=there)
-    elif KIND == 2:
+    elif stored.dtype.element_ty == tl.uint8:
         tl.store(target, _encode_fp8(tl.minimum(tl.maximum(x, -448.0), 448.0)), mask=there)
     else:
         tl.store(target, x.to(stored.dtype.element_ty), mask=there)
 
 
 @triton.jit
+def _channels(vector, head, channel, SIZE: tl.constexpr):
+    """A KV head's numbers, one a channel, of [K, D]: [1, WIDTH]."""
+    return tl.load(vector + head * SIZE + channel, mask=channel < SIZE, other=0.0)[None]
+
+
+@triton.jit
+def _power(x):
+    """The power of two below the largest of each row [ROWS, n], [ROWS, 1]."""
+    bits = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(bits.to(tl.float32, bitcast=True), 1e-30)[:, None]
+
+
+@triton.jit
 def _queries(pointer, offsets, there, step, HALF: tl.constexpr):
-    """Query rows times `step`, [ROWS, WIDTH], and the power of two [ROWS] that each is divided by."""
+    """Query rows times `step`, [ROWS, WIDTH], and the power of two [ROWS, 1] that each is divided by."""
     q = tl.load(pointer + offsets, mask=there, other=0.0).to(tl.float32) * step
-    bits = tl.max(tl.abs(q), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.maximum(bits.to(tl.float32, bitcast=True), 1e-30)
-    q = q / power[:, None]
+    power = _power(q)
+    q = q / power
     return q.to(tl.float16) if HALF else q, power
 
 
 @triton.jit
-def _tile(stored, offsets, there, KIND: tl.constexpr, HALF: tl.constexpr):
+def _split(x):
+    """Two float16 that together have 22 bits of x: the second is 2**11 times what the first leaves."""
+    high = x.to(tl.float16)
+    return high, ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
+
+
+@triton.jit
+def _exact_dot(x, high, low):
+    """x times a matrix that is split, nearly as exact as float32: the product of both second halves is left out."""
+    x_high, x_low = _split(x)
+    return tl.dot(x_high, high) + tl.dot(x_low, high, tl.dot(x_high, low)) * (1 / 2048)
+
+
+@triton.jit
+def _tile(stored, offsets, there):
     """Rows as they are multiplied: float16, or float32 from a float32 cache."""
-    if KIND == 0:
-        x = tl.load(stored + offsets, mask=there, other=0.0)
-    else:
-        x = tl.load(stored + offsets, mask=there, other=0)
-    if KIND == 2:
+    x = tl.load(stored + offsets, mask=there, other=0)
+    if stored.dtype.element_ty == tl.uint8:
         return _decode_fp8(x)
-    return x.to(tl.float16) if HALF else x
+    return x if stored.dtype.element_ty == tl.float32 else x.to(tl.float16)
+
+
+@triton.jit
+def _outputs(mixed, total, v_scale, v_centre, head, channel, SIZE: tl.constexpr):
+    """Weighted sums of codes [rows, WIDTH] and the weights' sums [rows, 1] -> means of the values themselves."""
+    mixed = mixed / tl.maximum(total, 1e-30)
+    if v_scale is not None:
+        mixed = mixed * _channels(v_scale, head, channel, SIZE)
+    if v_centre is not None:
+        mixed = mixed + _channels(v_centre, head, channel, SIZE)
+    return mixed
+
+
+@triton.jit
+def _against_centre(queries, centre, head, offsets, there, pair, SIZE: tl.constexpr):
+    """twin.py's `by_cos` and `by_sin`, [ROWS, WIDTH/2] each: the centre's products with queries, pair by pair."""
+    low = tl.load(queries + offsets, mask=there, other=0.0)
+    high = tl.load(queries + offsets + SIZE // 2, mask=there, other=0.0)
+    c_low = tl.load(centre + head * SIZE + pair, mask=pair < SIZE // 2, other=0.0)[None]
+    c_high = tl.load(centre + head * SIZE + SIZE // 2 + pair, mask=pair < SIZE // 2, other=0.0)[None]
+    return low * c_low + high * c_high, high * c_low - low * c_high
+
+
+@triton.jit
+def _angles(table, places, pair, SIZE: tl.constexpr):
+    """cos and sin of the angles of some places from a table of `Turns`; places and pair: broadcastable."""
+    row, there = table + places * SIZE + pair, (pair < SIZE // 2) & (places >= 0)
+    return tl.load(row, mask=there, other=0.0), tl.load(row + SIZE // 2, mask=there, other=0.0)
 
 
 @triton.jit
 def _attend(
-    queries, pinned_queries, across, turns, keys, values, k_scale, v_scale, v_centre, state, out, parts, tops,
-    count, capacity, scaling, cap,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    CENTRED: tl.constexpr, VALUES_CENTRED: tl.constexpr, HALF: tl.constexpr,
+    queries, pinned_queries, k_centre, starts, within, keys, values, k_scale, v_scale, v_centre, state, out, tops,
+    count, scaling,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    PLACES: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
+    HALF: tl.constexpr = keys.dtype.element_ty != tl.float32
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    past, evicted, pinned = tl.load(state), tl.load(state + 1), tl.load(state + 2)
+    past, evicted, pinned, capacity = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
     channel = tl.arange(0, WIDTH)
     row = block * ROWS + tl.arange(0, ROWS)
     token = row // GROUP
     own = past + token  # the place of each row's token
-    query_head = head * GROUP + row % GROUP
-    there = (row[:, None] < GROUP * count) & (channel[None] < SIZE)
-    offsets = (query_head[:, None] * count + token[:, None]) * SIZE + channel[None]
+    line = (head * GROUP + row % GROUP) * count + token
+    real = row < GROUP * count
+    there = real[:, None] & (channel[None] < SIZE)
+    offsets = line[:, None] * SIZE + channel[None]
 
     last = past + tl.minimum((block * ROWS + ROWS - 1) // GROUP, count - 1)
     first = past * 0
     if WINDOW > 0:
-        first = tl.maximum(past + block * ROWS // GROUP - WINDOW + 1, 0)
+        first = tl.maximum(past + block * ROWS // GROUP - WINDOW + 1, 0) // PLACES * PLACES
     share = tl.cdiv(tl.cdiv(last + 1 - first, SPLITS), PLACES) * PLACES
-    start = first + split * share
+    start = first + split * share  # a multiple of PLACES, as every tile's
     stop = tl.minimum(start + share, last + 1)
     border = tl.where(evicted > 0, tl.minimum(tl.maximum(pinned, start), stop), start)  # of pinned places and others
 
+    step = tl.full((1, WIDTH), scaling, tl.float32)
+    if k_scale is not None:
+        step = step * _channels(k_scale, head, channel, SIZE)
+    if k_centre is not None:
+        pair = tl.arange(0, WIDTH // 2)
+        halves, there_too = line[:, None] * SIZE + pair[None], real[:, None] & (pair[None] < SIZE // 2)
+        by_cos, by_sin = _against_centre(pinned_queries, k_centre, head, halves, there_too, pair, SIZE)
+        unit = _power(tl.abs(by_cos) + tl.abs(by_sin))
+        by_cos, by_sin = by_cos / unit, by_sin / unit
+        unit *= scaling
+        near_cos, near_sin = _angles(within, tl.arange(0, PLACES)[None], pair[:, None], SIZE)
+        cos_high, cos_low = _split(near_cos)
+        sin_high, sin_low = _split(near_sin)
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), tl.float32)
-    if CENTRED:
-        q_across = tl.load(across + offsets, mask=there, other=0.0) * scaling
     for part in tl.static_range(2):
-        step = tl.full((ROWS, WIDTH), scaling, tl.float32)
-        if SCALED:
-            step = step * tl.load(k_scale + head * SIZE + channel, mask=channel < SIZE, other=0.0)[None]
         q, power = _queries(pinned_queries if part == 0 else queries, offsets, there, step, HALF)
+        low = start if part == 0 else border
         end = border if part == 0 else stop
-        for begin in range(start if part == 0 else border, end, PLACES):
+        for begin in range(low // PLACES * PLACES, end, PLACES):
             place = begin + tl.arange(0, PLACES)
             slot = _slot(place, evicted, pinned, capacity)
             base = (head * capacity + slot) * SIZE
-            inside = place < end
-            k = _tile(keys, base[None] + channel[:, None], inside[None] & (channel[:, None] < SIZE), KIND, HALF)
-            scores = tl.dot(q, k, input_precision="ieee") * power[:, None]
-            if CENTRED:  # as exact as float32: constants may be a hundred times what is left of a key
-                turned = channel[:, None] + place[None] * SIZE
-                turn = tl.load(turns + turned, mask=inside[None] & (channel[:, None] < SIZE), other=0.0)
-                scores += tl.dot(q_across, turn, input_precision="tf32x3")
-            if SOFTCAP:
-                scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+            inside = (place >= low) & (place < end)
+            k = _tile(keys, base[None] + channel[:, None], inside[None] & (channel[:, None] < SIZE))
+            scores = tl.dot(q, k, input_precision="ieee") * power
+            if k_centre is not None:  # as exact as float32: constants may be a hundred times what is left of a key
+                cos, sin = _angles(starts, begin // TURN, pair[None], SIZE)
+                scores += unit * _exact_dot(by_cos * cos + by_sin * sin, cos_high, cos_low)
+                scores += unit * _exact_dot(by_sin * cos - by_cos * sin, sin_high, sin_low)
+            if SOFTCAP > 0:
+                scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)
             seen = inside[None] & (place[None] <= own[:, None])
             if WINDOW > 0:
                 seen = seen & (own[:, None] - place[None] < WINDOW)
@@ -300,30 +359,24 @@ def _attend(
             weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
             fade = tl.exp(top - higher)
             total = total * fade + tl.sum(weights, axis=1)
-            v = _tile(values, base[:, None] + channel[None], inside[:, None] & (channel[None] < SIZE), KIND, HALF)
+            v = _tile(values, base[:, None] + channel[None], inside[:, None] & (channel[None] < SIZE))
             weights = weights.to(tl.float16) if HALF else weights
             mixed = mixed * fade[:, None] + tl.dot(weights, v, input_precision="ieee")
             top = higher
 
     if SPLITS > 1:  # one token: its rows are heads
-        line = query_head * SPLITS + split
-        tl.store(parts + line[:, None] * SIZE + channel[None], mixed, mask=there)
-        tl.store(tops + line * 2, top, mask=row < GROUP)
-        tl.store(tops + line * 2 + 1, total, mask=row < GROUP)
+        line = line * SPLITS + split
+        tl.store(out + line[:, None] * SIZE + channel[None], mixed, mask=there)
+        tl.store(tops + line * 2, top, mask=real)
+        tl.store(tops + line * 2 + 1, total, mask=real)
     else:
-        if SCALED:
-            mixed = mixed * tl.load(v_scale + head * SIZE + channel, mask=channel < SIZE, other=0.0)[None]
-        mixed = mixed / tl.maximum(total, 1e-30)[:, None]
-        if VALUES_CENTRED:
-            mixed += tl.load(v_centre + head * SIZE + channel, mask=channel < SIZE, other=0.0)[None]
-        tl.store(out + offsets, mixed, mask=there)
+        tl.store(out + offsets, _outputs(mixed, total[:, None], v_scale, v_centre, head, channel, SIZE), mask=there)
 
 
 @triton.jit
 def _combine(
     parts, tops, v_scale, v_centre, out,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
-    VALUES_CENTRED: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     line = head * SPLITS + tl.arange(0, SPLITS)
@@ -332,9 +385,6 @@ def _combine(
     weight = tl.exp(top - tl.max(top, axis=0))
     mask = channel[None] < SIZE
     part = tl.load(parts + line[:, None] * SIZE + channel[None], mask=mask & (line[:, None] >= 0), other=0.0)
-    mixed = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
-    if SCALED:
-        mixed = mixed * tl.load(v_scale + head // GROUP * SIZE + channel, mask=channel < SIZE, other=0.0)
-    if VALUES_CENTRED:
-        mixed += tl.load(v_centre + head // GROUP * SIZE + channel, mask=channel < SIZE, other=0.0)
-    tl.store(out + head * SIZE + channel, mixed, mask=channel < SIZE)
+    mixed, total = tl.sum(part * weight[:, None], axis=0)[None], tl.sum(total * weight, axis=0)
+    whole = _outputs(mixed, total, v_scale, v_centre, head // GROUP, channel, SIZE)
+    tl.store(out + head * SIZE + channel[None], whole, mask=mask)

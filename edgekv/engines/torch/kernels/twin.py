@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edgekv.engines.torch.cache import LayerRows, Place
+from edgekv.engines.torch.cache import TURN_STEP, LayerRows, Place, Turns
 
 _FP8_MAX = 448.0
 
@@ -59,8 +59,8 @@ def attend(
     if pinned and place.evicted:
         scores[..., :pinned] = _scores(_grouped(pinned_queries, kv_heads, rows.k_scale), keys[:, :pinned])
     if rows.k_centre is not None and rows.turns is not None:
-        across = against_centre(pinned_queries, rows.k_centre)
-        scores += _scores(_grouped(across, kv_heads, None), rows.turns[first:length])
+        across = _grouped(pinned_queries, kv_heads, None)
+        scores += _centre_scores(across, rows.k_centre, rows.turns, length)[..., first:]
     scores = scores.mul_(scaling).view(heads, count, length - first)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -94,12 +94,18 @@ def _scores(queries: Tensor, keys: Tensor) -> Tensor:
     return queries @ keys.transpose(-2, -1)
 
 
-def against_centre(queries: Tensor, centre: Tensor) -> Tensor:
-    """What queries [H, T, D] are multiplied by cosines and by sines with, [H, T, D], to give their products with a
-    centre [K, D] turned: q . R(a) c = cos a (q1 c1 + q2 c2) + sin a (q2 c1 - q1 c2) for each pair."""
-    low, high = queries.chunk(2, dim=-1)
-    c_low, c_high = centre.repeat_interleave(len(queries) // len(centre), 0)[:, None].chunk(2, dim=-1)
-    return torch.cat([low * c_low + high * c_high, high * c_low - low * c_high], dim=-1)
+def _centre_scores(queries: Tensor, centre: Tensor, turns: Turns, length: int) -> Tensor:
+    """Products of queries [K, H/K T, D] with a centre [K, D] turned to each of the first places, [K, H/K T, length].
+
+    q . R(a) c = cos a (q1 c1 + q2 c2) + sin a (q2 c1 - q1 c2) for each pair; the two factors are turned back by the
+    angles of the places' starts, which leaves those within.
+    """
+    low, high = queries[..., None, :].chunk(2, dim=-1)  # [K, H/K T, 1, D/2]
+    c_low, c_high = centre[:, None, None].chunk(2, dim=-1)
+    by_cos, by_sin = low * c_low + high * c_high, high * c_low - low * c_high
+    cos, sin = turns.starts[: -(-length // TURN_STEP)].chunk(2, dim=-1)  # [starts, D/2]
+    turned = torch.cat([by_cos * cos + by_sin * sin, by_sin * cos - by_cos * sin], dim=-1)  # [K, H/K T, starts, D]
+    return _scores(turned, turns.within[:TURN_STEP]).flatten(-2)[..., :length]
 
 
 def _mask(first: int, past: int, count: int, window: int | None, device: torch.device) -> Tensor:
