@@ -104,5 +104,7 @@ def _open_streams() -> None:
 
 
 def _refuse(message: str) -> int:
-    click.echo(f"error: {message}", err=True)
+    from edgekv.cli import render
+
+    render.refusal(message)
     return 2

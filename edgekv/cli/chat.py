@@ -32,9 +32,9 @@ HELP = """\
 /stats         the cache, and what the last answer took
 /system TEXT   set the system prompt (without TEXT: show it)
 /undo          take back the last exchange
-/retry         ask the last question again (also one that was lost when edgekv was killed)
+/retry         ask the last question again (also one lost to a kill)
 /reset         forget the conversation
-/save FILE     write the conversation and its cache to a file (NAME.json: the words alone)
+/save FILE     write the conversation and its cache (NAME.json: only the words)
 /load FILE     go on with one
 /quit          leave (Ctrl-D too); Ctrl-C stops an answer"""
 
@@ -207,7 +207,7 @@ class ChatLoop:
         plan = self.runtime.plan
         render.note(
             f"{self.runtime.model.description.name}, {plan.kv.capacity} tokens of {plan.kv.dtype} cache, "
-            f"{format_bytes(plan.total_bytes)} in all, {self.runtime.engine_choice}. "
+            f"{format_bytes(plan.total_bytes)} in all, {self.runtime.engine_choice.name} engine. "
             "/help lists commands, Ctrl-D leaves."
         )
 
@@ -220,7 +220,7 @@ class ChatLoop:
         except (EdgeKVError, OSError) as error:
             if isinstance(error, BrokenPipeError):
                 raise
-            click.echo(f"error: {error}", err=True)
+            render.refusal(str(error))
             return 2
         except KeyboardInterrupt:
             if not sys.stdin.isatty():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,12 +36,25 @@ out = Console(highlight=False)
 
 def note(text: str) -> None:
     """A line about what is going on, to stderr."""
-    console.print(text, style="dim", markup=False, soft_wrap=True)
+    _line(console, text, style="dim")
+
+
+def refusal(text: str) -> None:
+    """Why something was not done, to stderr."""
+    _line(console, f"error: {text}")
 
 
 def say(text: str) -> None:
     """A line of a command's own result, to stdout."""
-    out.print(text, markup=False, soft_wrap=True)
+    _line(out, text)
+
+
+def _line(target: Console, text: str, *, style: str | None = None) -> None:
+    """On a terminal a line is broken between words; a word that is longer (a path) stays whole, to be copied."""
+    if target.is_terminal:
+        wrapper = TextWrapper(target.width, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(map(wrapper.fill, text.split("\n")))
+    target.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
 
 
 def shortened(text: str, most: int = 50) -> str:
@@ -60,7 +74,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     for index, row in enumerate(lines):
         cells = zip(row, widths, (index in right for index in range(len(row))), strict=True)
         style = "bold" if index < len(head) else None
-        out.print("  ".join(_padded(*cell) for cell in cells).rstrip(), style=style, markup=False, soft_wrap=True)
+        out.print(
+            "  ".join(_padded(*cell) for cell in cells).rstrip(), style=style, markup=False, emoji=False, soft_wrap=True
+        )
 
 
 def _padded(text: str, width: int, to_right: bool) -> str:

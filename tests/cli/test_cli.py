@@ -155,6 +155,20 @@ def test_tables_are_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{'name':90}  size\n{'n' * 90}     1\n\u6f22\u5b57{' ' * 86}    20\n"
 
 
+def test_on_a_terminal_lines_break_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not inside of them, nor in a path, which is to be copied; a pipe gets the line whole, and no emoji for a name."""
+    text = "[3 messages written to /home/someone/with/a/long/name/holiday.safetensors, :smile: and so on]"
+    render.note(text)
+    assert capsys.readouterr().err == text + "\n"
+    monkeypatch.setattr(render, "console", Console(stderr=True, width=30, force_terminal=True, color_system=None))
+    render.note(text)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.strip() for line in lines if len(line) > 30] == ["/home/someone/with/a/long/name/holiday.safetensors,"]
+    assert " ".join(" ".join(lines).split()) == text
+
+
 def test_no_answer_is_cut_in_silence(chat_model: ConvertedModel) -> None:
     """Each limit says that it was one."""
     for limit, words in (
@@ -219,7 +233,7 @@ def test_pasted_lines_are_one_message(chat_model: ConvertedModel, tmp_path: Path
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env=os.environ | {"TERM": "xterm"},
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
     )
     os.close(theirs)
     shown = b""
