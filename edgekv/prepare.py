@@ -13,6 +13,7 @@ the others wait for it.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,7 +75,10 @@ def _prepared(target: str, home: Path, watch: Watch, chats: bool) -> ConvertedMo
     if path.exists():
         return _prepare_source(path, home, watch, chats)
     known = ", ".join(catalog.names())
-    raise ModelNotFound(f"{target!r} is neither a file or folder here nor a known model: the known ones are {known}.")
+    hub = f" A repository of a model hub is named hf:{target}." if re.fullmatch(r"[\w-]+/[\w.-]+", target) else ""
+    raise ModelNotFound(
+        f"{target!r} is neither a file or folder here nor a known model: the known ones are {known}.{hub}"
+    )
 
 
 def _check_chats(name: str, has_template: bool, missing_tokenizer: str = "") -> None:

@@ -18,7 +18,7 @@ from edgekv.cli.interrupt import Interrupt
 from edgekv.cli.options import given, options_of
 from edgekv.cli.ready import ready_runtime
 from edgekv.conversation import read_conversation, write_conversation
-from edgekv.errors import EdgeKVError, InvalidOption
+from edgekv.errors import EdgeKVError, InvalidOption, StorageError
 from edgekv.generate import Finished
 from edgekv.model import catalog
 from edgekv.options import LoadOptions, home_of
@@ -53,6 +53,11 @@ class Keeping:
         """Take these options out of those of the command."""
         return cls(*(values.pop(name) for name in ("resume", "session", "reread", "no_save")))
 
+    def check(self, store: SessionStore) -> None:
+        """Refuse to go on where nothing is kept, before a model is made ready."""
+        if self.resume and not self.session and not store.list():
+            store.newest("any model")
+
     def name(self, store: SessionStore, model: str) -> str:
         """What the conversation is called, or '' if it is not kept: one that is typed is, one from a pipe is not."""
         if self.resume:
@@ -60,6 +65,18 @@ class Keeping:
         if self.session or self.no_save or not sys.stdin.isatty():
             return self.session or ""  # with --no-save it is read and not written
         return store.new_name(model)
+
+    def open(self, stack: ExitStack, store: SessionStore, model: str) -> SavedSession | None:
+        """The conversation's place, or None if it is not kept. Where nothing can be written, one that nobody named goes
+        on without."""
+        try:
+            name = self.name(store, model)
+            return stack.enter_context(store.open(name)) if name else None
+        except StorageError as error:
+            if self.session or self.resume:
+                raise
+            render.note(f"[this conversation is not saved: {error}]")
+            return None
 
 
 @click.command
@@ -81,27 +98,29 @@ def command(model: str, prompt: str | None, system: str | None, as_json: bool, *
     """
     keeping = Keeping.taken_from(values)
     sampling = given(SamplingOptions, values)
-    SamplingOptions(**sampling)  # refused before anything is downloaded, converted or loaded
     options = LoadOptions(**({"overflow": "window"} | given(LoadOptions, values)))
+    SamplingOptions(**sampling)  # refused before anything is downloaded, converted or loaded, as is what follows
+    store = SessionStore(home_of(options))
+    keeping.check(store)
+    text = None if prompt is None else _with_pipe(prompt)
     with ready_runtime(model, options, chats=True) as runtime, ExitStack() as stack:
         session = runtime.session(system=runtime.model.description.system if system is None else system, **sampling)
-        store = SessionStore(home_of(options))
-        name = keeping.name(store, runtime.model.description.name)
-        saved = stack.enter_context(store.open(name)) if name else None
+        saved = keeping.open(stack, store, runtime.model.description.name)
         loop = ChatLoop(runtime, session, as_json=as_json, saved=saved)
         stack.callback(loop.settle)
         if saved is not None and saved.exists:
             loop.resume(reread=keeping.reread, sampling=sampling, system=system)
         if keeping.no_save:
             loop.saved = None
-        if prompt is not None:
-            return loop.answer(_with_pipe(prompt))
-        return loop.run()
+        return loop.run() if text is None else loop.answer(text)
 
 
 def _with_pipe(prompt: str) -> str:
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-    return f"{prompt}\n\n{piped.strip()}" if piped.strip() else prompt
+    text = "\n\n".join(part for part in (prompt, piped.strip()) if part.strip())
+    if not text:
+        raise InvalidOption("There is nothing to answer: --prompt is empty, and no text comes from a pipe.")
+    return text
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import click
 
@@ -13,6 +14,10 @@ from edgekv.session_file import read_session
 from edgekv.session_store import SessionStore
 from edgekv.units import format_bytes
 
+_home = click.option(
+    "--home", type=click.Path(path_type=Path), help="Cache folder. Default: EDGEKV_HOME, or the user's."
+)
+
 
 @click.group(name="sessions")
 def command() -> None:
@@ -20,9 +25,10 @@ def command() -> None:
 
 
 @command.command(name="list")
-def list_sessions() -> None:
+@_home
+def list_sessions(home: Path | None) -> None:
     """List the saved conversations, newest first."""
-    store = _store()
+    store = _store(home)
     rows = [
         [
             info.path.stem,
@@ -45,11 +51,12 @@ def list_sessions() -> None:
 
 @command.command
 @click.argument("name")
-def show(name: str) -> None:
+@_home
+def show(name: str, home: Path | None) -> None:
     """Print the words of a conversation, after checking that its file is whole."""
-    state = read_session(_store().existing(name), None)
+    state = read_session(_store(home).existing(name), None)
     for message in state.messages:
-        render.say(f"{message['role']}: {message['content']}\n")
+        click.echo(f"{message['role']}: {message['content']}\n")
     if state.note:
         render.say(f"note on the first {state.noted} messages: {state.note}")
 
@@ -57,9 +64,10 @@ def show(name: str) -> None:
 @command.command
 @click.argument("names", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All of them.")
-def rm(names: tuple[str, ...], everything: bool) -> None:
+@_home
+def rm(names: tuple[str, ...], everything: bool, home: Path | None) -> None:
     """Delete conversations."""
-    store = _store()
+    store = _store(home)
     if not names and not everything:
         raise SessionError("Name the sessions to delete, or say --all: `edgekv sessions list` shows them.")
     chosen = [info.path.stem for info in store.list()] if everything else list(names)
@@ -71,5 +79,5 @@ def rm(names: tuple[str, ...], everything: bool) -> None:
     render.note(f"[{len(chosen)} deleted]")
 
 
-def _store() -> SessionStore:
-    return SessionStore(cache_home(None))
+def _store(home: Path | None) -> SessionStore:
+    return SessionStore(cache_home(home))

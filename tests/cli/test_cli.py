@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from rich.console import Console
 
 from edgekv.api import load
 from edgekv.cli import COMMANDS, render
-from edgekv.cli.chat import ChatLoop
+from edgekv.cli.chat import ChatLoop, Keeping
 from edgekv.cli.interrupt import Interrupt
 from edgekv.convert import convert
 from edgekv.engines.onnx import native
@@ -194,11 +196,44 @@ def test_no_save_saves_nothing(chat_model: ConvertedModel, tmp_path: Path) -> No
     assert file.read_bytes() == before
 
 
-def test_sampling_is_checked_before_anything_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--top-p", 2, "-p", "Hello"), "top_p is 2.0"),
+        (("-p", " "), "nothing to answer"),
+        (("--continue", "-p", "Hello"), "no saved conversation with any model"),
+    ],
+)
+def test_a_chat_is_refused_before_anything_is_made(tmp_path: Path, options: tuple[object, ...], words: str) -> None:
     """What takes minutes to get ready is not made ready for nothing."""
-    result = edgekv("chat", "smollm2-135m-instruct", "--top-p", 2, "-p", "Hello", home=tmp_path)
-    assert "top_p is 2.0" in refused(result)
+    assert words in refused(edgekv("chat", "smollm2-135m-instruct", *options, home=tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_written_there_is_a_chat_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It is not saved, and says so. One that was named is refused."""
+    typed = io.StringIO()
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", typed)
+    (tmp_path / "file").touch()
+    store = SessionStore(tmp_path / "file")
+    with ExitStack() as stack:
+        assert Keeping(False, None, False, False).open(stack, store, "tiny") is None
+        assert "this conversation is not saved: Could not write" in capsys.readouterr().err
+        with pytest.raises(StorageError):
+            Keeping(False, "talk", False, False).open(stack, store, "tiny")
+
+
+def test_sessions_of_another_home(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """--home says where, as in `edgekv chat`; the words are printed as they were."""
+    there = ("--home", tmp_path)
+    edgekv("chat", chat_model.folder, "--session", "talk", "-p", "  two  spaces :smile:", "--max-new-tokens", 2, *there)
+    assert "talk" in edgekv("sessions", "list", *there).stdout
+    assert "user:   two  spaces :smile:\n" in edgekv("sessions", "show", "talk", *there).stdout
+    assert "1 deleted" in edgekv("sessions", "rm", "talk", *there).stderr
+    assert "No saved conversations" in edgekv("sessions", "list", *there).stderr
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -419,6 +454,10 @@ class TestRefusals:
     def test_an_unknown_name(self, tmp_path: Path) -> None:
         """The known ones are listed."""
         assert "smollm2-135m-instruct" in refused(edgekv("chat", "smolm2", "-p", "x", home=tmp_path))
+
+    def test_the_name_of_a_repository(self, tmp_path: Path) -> None:
+        """As model hubs write it: it is told how to say that."""
+        assert "hf:Org/A-Model_0.5B" in refused(edgekv("chat", "Org/A-Model_0.5B", "-p", "x", home=tmp_path))
 
     def test_a_model_that_cannot_chat(self, tmp_path: Path) -> None:
         """Without a chat template, or a tokenizer: refused before it is converted, and before scales are measured."""
