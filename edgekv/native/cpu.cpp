@@ -19,6 +19,15 @@ bool has_avx2() {
   return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
+bool has_avxvnni() {
+#if defined(EDGEKV_EVEX)
+  return has_avx512();
+#else
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1 << 4);
+#endif
+}
+
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -43,6 +52,8 @@ bool saves(unsigned long long mask) { return Cpuid(1, 0).bit(2, 27) && (_xgetbv(
 
 bool has_avx2() { return saves(0x6) && Cpuid(1, 0).bit(2, 12) && Cpuid(1, 0).bit(2, 29) && Cpuid(7, 0).bit(1, 5); }
 
+bool has_avxvnni() { return has_avx2() && Cpuid(7, 0).registers[0] >= 1 && Cpuid(7, 1).bit(0, 4); }
+
 bool has_avx512() {
   const Cpuid seven(7, 0);
   const bool all = seven.bit(1, 16) && seven.bit(1, 17) && seven.bit(1, 30) && seven.bit(1, 31) && seven.bit(2, 11);
@@ -54,6 +65,7 @@ bool has_dotprod() { return false; }
 #else
 
 bool has_avx2() { return false; }
+bool has_avxvnni() { return false; }
 bool has_avx512() { return false; }
 
 bool has_dotprod() {

@@ -4,6 +4,7 @@
 namespace edgekv {
 
 bool has_avx2();     // with FMA
+bool has_avxvnni();  // and AVX2 with FMA
 bool has_avx512();   // F, BW, VL, DQ and VNNI
 bool has_dotprod();  // of 64-bit ARM
 

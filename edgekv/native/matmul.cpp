@@ -257,6 +257,7 @@ Job make_job(const Product& p, const MatMulKernels& kernels, const Inputs& input
 
 constexpr Choice<const MatMulKernels* (*)()> kChoices[] = {
     {"avx512", has_avx512, avx512_matmul},
+    {"avxvnni", has_avxvnni, avxvnni_matmul},
     {"avx2", has_avx2, avx2_matmul},
 };
 

@@ -135,6 +135,7 @@ void multiply(const Product&, const MatMulKernels&, const Parallel&);
 // One per instruction set that this build has; null where the build lacks it.
 const MatMulKernels* plain_matmul();
 const MatMulKernels* avx2_matmul();
+const MatMulKernels* avxvnni_matmul();
 const MatMulKernels* avx512_matmul();
 
 // The fastest that this processor runs. `limit` as in best_kernels.

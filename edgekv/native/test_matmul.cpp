@@ -333,7 +333,7 @@ int main(int argc, char** argv) {
   const unsigned seed = argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 1;
   int failures = !check_refusals();
   const char* previous = "";
-  for (const char* limit : {"avx512", "avx2", "plain"}) {
+  for (const char* limit : {"avx512", "avxvnni", "avx2", "plain"}) {
     const MatMulKernels& kernels = *best_matmul(limit);
     if (!std::strcmp(previous, kernels.name)) continue;
     previous = kernels.name;

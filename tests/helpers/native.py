@@ -11,14 +11,16 @@ import pytest
 
 SOURCES = Path(__file__).resolve().parents[2] / "edgekv" / "native"
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w")
+_EVEX = "-DEDGEKV_EVEX"  # AVX-VNNI's kernels run where there is AVX-512 (native/dot_256.h)
 _OWN_FLAGS = {
     **dict.fromkeys(("kernels_avx2", "matmul_avx2", "table_avx2"), ("-mavx2", "-mfma", "-mf16c")),
+    **dict.fromkeys(("matmul_avxvnni",), ("-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni")),
     **dict.fromkeys(("kernels_avx512", "matmul_avx512", "table_avx512"), (
         "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni",
     )),
 } if platform.machine() in ("x86_64", "AMD64") else {"kernels_neon": ("-march=armv8.2-a+dotprod",)}  # fmt: skip
 _ATTENTION = ("attention", "kernels", "kernels_plain", "kernels_avx2", "kernels_avx512", "kernels_neon")
-_MATMUL = ("matmul", "matmul_plain", "matmul_avx2", "matmul_avx512")
+_MATMUL = ("matmul", "matmul_plain", "matmul_avx2", "matmul_avxvnni", "matmul_avx512")
 _TABLE = ("table", "table_plain", "table_avx2", "table_avx512")
 _PROGRAMS = {"test_attention": _ATTENTION, "test_matmul": _MATMUL}
 
@@ -57,7 +59,7 @@ def _link(folder: Path, names: tuple[str, ...], target: Path, flags: tuple[str, 
         objects.append(str(folder / f"{name}.o"))
         own = _OWN_FLAGS.get(name, ())
         source = str(SOURCES / f"{name}.cpp")
-        jobs.append(subprocess.Popen([_compiler(), *_COMMON, *compile_flags, *own, "-c", source, "-o", objects[-1]]))
+        jobs.append(subprocess.Popen([_compiler(), *_COMMON, _EVEX, *compile_flags, *own, "-c", source, "-o", objects[-1]]))
     results = [job.wait() for job in jobs]
     assert not any(results), "it does not compile"
     subprocess.run([_compiler(), *flags, *objects, "-o", str(target)], check=True)
