@@ -5,9 +5,9 @@
 template <int R, int H, int Bits>
 void dot_block(__m256i (&dots)[H][R], const uint8_t* codes, const int8_t* x, int steps);
 
+#include "ahead.inl"
+
 constexpr int kLanes = 8;  // outputs in a vector, half a panel
-// As in matmul_avx512.cpp.
-constexpr int kFar = 4096, kNear = 256, kFewRows = 4;
 
 template <class T>
 T word(const void* x) {
@@ -35,28 +35,19 @@ __m256i bytes_of(const uint8_t* x) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
 }
 
-// With more rows there is time to fetch from the second cache.
-void prefetch_far(const uint8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line + kFar), _MM_HINT_T1); }
-
-template <int R>
-void prefetch(const uint8_t* line) {
-  if (R > kFewRows) return;
-  _mm_prefetch(reinterpret_cast<const char*>(line + kFar), _MM_HINT_T1);
-  _mm_prefetch(reinterpret_cast<const char*>(line + kNear), _MM_HINT_T0);
-}
-
 // H halves of a panel, from one on.
 template <int R, int H, int Bits>
-void multiply_halves(const Packing& packing, const uint8_t* panel, int half, const InputTile& tile, const Addends& added,
-                     float* out, int64_t stride) {
+void multiply_halves(const Packing& packing, const uint8_t* panel, int half, const InputTile& tile,
+                     const Addends& added, float* out, int64_t stride) {
   const uint8_t* zeros = panel + packing.scale_bytes();
   const uint8_t* minima = panel + packing.minima_place();
   const uint8_t* codes = panel + packing.codes_place();
+  constexpr int kInputBytes = kPanel * Bits / 8;
   const int block = packing.block();
   const int64_t blocks = packing.blocks(), group_blocks = packing.group / block;
   const bool ahead = R > kFewRows && tile.first && half == 0;
   for (const uint8_t* line = panel; R <= kFewRows && half == 0 && line < codes; line += kLine) prefetch<R>(line);
-  for (const uint8_t* line = panel; ahead && line < codes; line += kLine) prefetch_far(line);
+  for (const uint8_t* line = panel; ahead && line < codes; line += kLine) prefetch_far<kLine>(line);
   codes += half * 4 * kLanes;
   __m256 sums[H][R], scales[H];
   __m256i zero_points[H];
@@ -67,7 +58,7 @@ void multiply_halves(const Packing& packing, const uint8_t* panel, int half, con
     for (int r = 0; r < R; r++) sums[h][r] = bias;
   }
   int64_t left = 0, place = half * kLanes;
-  for (int64_t i = 0; i < blocks; i++, codes += block * kPanel * Bits / 8) {
+  for (int64_t i = 0; i < blocks; i++, codes += block * kInputBytes) {
     if (left == 0) {
       left = group_blocks;
       EDGEKV_UNROLL
@@ -85,7 +76,7 @@ void multiply_halves(const Packing& packing, const uint8_t* panel, int half, con
       EDGEKV_UNROLL
       for (int h = 0; h < H; h++) dots[h][r] = packing.zeros ? _mm256_madd_epi16(zero_points[h], offset) : offset;
     }
-    for (int byte = 0; ahead && byte < block * kPanel * Bits / 8; byte += kLine) prefetch_far(codes + byte);
+    for (int input = 0; ahead && input < block; input += 16) prefetch_far<16 * kInputBytes>(codes + input * kInputBytes);
     dot_block<R, H, Bits>(dots, codes, tile.codes + i * block * R, block / 4);
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {

@@ -13,12 +13,8 @@
 namespace edgekv {
 namespace {
 
+#include "ahead.inl"
 #include "norm.inl"
-
-// Where few rows use them, weights are asked for this many bytes before they are needed: first into the second cache,
-// which has room for more requests, then into the first. One row is faster with kFarOne, by up to a quarter, others with
-// kFar.
-constexpr int kFarOne = 2048, kFar = 4096, kNear = 256, kFewRows = 4;
 
 template <class T>
 T word(const void* x) {
@@ -42,20 +38,6 @@ void dot_four(__m512i& sum, __m512i w, const int8_t* x) {
 __m512 floats_of(const uint8_t* floats, int64_t group, bool half) {
   if (!half) return _mm512_loadu_ps(floats + group * 4 * kPanel);
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(floats + group * 2 * kPanel)));
-}
-
-// With more rows there is time to fetch from the second cache.
-template <int Bytes>
-void prefetch_far(const uint8_t* place) {
-  EDGEKV_UNROLL
-  for (int i = 0; i < Bytes; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(place + i + kFar), _MM_HINT_T1);
-}
-
-template <int R>
-void prefetch(const uint8_t* line) {
-  if (R > kFewRows) return;
-  _mm_prefetch(reinterpret_cast<const char*>(line + (R == 1 ? kFarOne : kFar)), _MM_HINT_T1);
-  _mm_prefetch(reinterpret_cast<const char*>(line + kNear), _MM_HINT_T0);
 }
 
 // Codes of one block: Steps words of four inputs.

@@ -1,5 +1,5 @@
-// The product's kernels for AVX-VNNI, which laptops have where they lack AVX-512. Compiled with its flag and called only
-// after cpu.cpp has found it.
+// The product's kernels for AVX-VNNI, which laptops have where they lack AVX-512. Compiled with its flag and called
+// only after cpu.cpp has found it.
 #include "matmul.h"
 #include "unroll.h"
 
