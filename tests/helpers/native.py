@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).resolve().parents[2] / "edgekv" / "native"
-_COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w")
-_EVEX = "-DEDGEKV_EVEX"  # AVX-VNNI's kernels run where there is AVX-512 (native/dot_256.h)
+_COMMON = (
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w", "-DEDGEKV_EVEX",
+)  # fmt: skip
+"""EDGEKV_EVEX: the kernels for AVX-VNNI run where there is AVX-512 (native/dot_256.h)."""
 _OWN_FLAGS = {
     **dict.fromkeys(("kernels_avx2", "matmul_avx2", "table_avx2"), ("-mavx2", "-mfma", "-mf16c")),
     **dict.fromkeys(("matmul_avxvnni",), ("-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni")),
@@ -57,9 +59,9 @@ def _link(folder: Path, names: tuple[str, ...], target: Path, flags: tuple[str, 
     compile_flags = tuple(flag for flag in flags if flag != "-shared")
     for name in ("cpu", *names):
         objects.append(str(folder / f"{name}.o"))
-        own = _OWN_FLAGS.get(name, ())
+        all_flags = (*_COMMON, *compile_flags, *_OWN_FLAGS.get(name, ()))
         source = str(SOURCES / f"{name}.cpp")
-        jobs.append(subprocess.Popen([_compiler(), *_COMMON, _EVEX, *compile_flags, *own, "-c", source, "-o", objects[-1]]))
+        jobs.append(subprocess.Popen([_compiler(), *all_flags, "-c", source, "-o", objects[-1]]))
     results = [job.wait() for job in jobs]
     assert not any(results), "it does not compile"
     subprocess.run([_compiler(), *flags, *objects, "-o", str(target)], check=True)
