@@ -73,8 +73,10 @@ class TorchEngine(CachedEngine):
         self._cache = RingCache(self._spec, kv, scales, self._device)
         self._angles = Angles(self._spec, kv.capacity, options.chunk, self._device)
         self._sum = torch.zeros((), device=self._device)  # of the last run's hidden states
-        self._connect(open_kernels(options.kernels, self._spec, kv.capacity, self._device))
-        self._step = DecodeStep(self._model, self._spec.vocab_size, self._device)
+        kernels = open_kernels(options.kernels, self._spec, kv.capacity, self._device)
+        self._connect(kernels)
+        captured = self._device.type == "cuda" and kernels.captured
+        self._step = DecodeStep(self._model, self._spec.vocab_size, self._device, captured=captured)
 
     def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:
         """Dequantised keys (at the angles of slot + evicted) and values of slots start .. stop-1, [K, n, D]."""

@@ -1,8 +1,9 @@
-"""One token through the model over fixed buffers, with sampling on the device; on CUDA captured once and replayed.
+"""One token through the model over fixed buffers, with sampling on the device; with Triton captured and replayed.
 
 Everything a step reads that changes from token to token lies in tensors that are allocated once: the id, the three
 integers of `cache.Place`, the angles, the temperature and the random numbers. So one captured graph serves every step,
-and many tokens can be decoded without reading any of them back. Uncaptured (on a CPU) the same function runs.
+and many tokens can be decoded without reading any of them back. Uncaptured (on a CPU, or with plain kernels, which take
+their places from the host) the same function runs.
 
 Sampling is by Gumbel's trick: the argmax of logit / temperature - log(-log(u)) over uniform u has the softmax's
 probabilities.
@@ -27,8 +28,8 @@ class DecodeStep:
         temperature: [1] float32; 0 takes the likeliest. uniform: [V] float32 random numbers of the next step.
     """
 
-    def __init__(self, model: Any, vocab_size: int, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: Any, vocab_size: int, device: torch.device, *, captured: bool) -> None:
+        self._model, self._captured = model, captured
         self._graph: Any = None
         self.token = torch.zeros((1, 1), dtype=torch.int64, device=device)
         self.logits = torch.zeros(vocab_size, device=device)
@@ -55,7 +56,7 @@ class DecodeStep:
 
         The warm-up runs go through a stream of their own, as torch.cuda.graph asks for.
         """
-        if self._device.type != "cuda" or self._graph is not None:
+        if not self._captured or self._graph is not None:
             return
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

@@ -19,7 +19,13 @@ KernelChoice = Literal["auto", "plain", "triton"]
 
 
 class Kernels(Protocol):
-    """One implementation."""
+    """One implementation.
+
+    Attributes:
+        captured: whether a CUDA graph of its launches serves other places, too: it reads them from the device.
+    """
+
+    captured: bool
 
     def store(self, keys: Tensor, values: Tensor, rows: LayerRows, place: Place) -> None:
         """Quantise new rows and write them behind the filled ones.

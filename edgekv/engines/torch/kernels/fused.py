@@ -81,6 +81,8 @@ class TritonKernels:
         heads: H. kv_heads: K. size: D. capacity: C.
     """
 
+    captured = True
+
     def __init__(self, heads: int, kv_heads: int, size: int, capacity: int, device: torch.device) -> None:
         wanted = max(1, min(_MAX_SPLITS, _PROGRAMS // kv_heads, capacity // _LEAST_SHARE))
         self._splits = 1 << (wanted.bit_length() - 1)  # a power of two

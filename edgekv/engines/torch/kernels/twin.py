@@ -16,6 +16,9 @@ from edgekv.engines.torch.cache import TURN_STEP, LayerRows, Place, Turns
 
 _FP8_MAX = 448.0
 
+captured = False
+"""Places are Python integers here: a graph would keep those of its capture."""
+
 
 def store(keys: Tensor, values: Tensor, rows: LayerRows, place: Place) -> None:
     """See Kernels.store."""
