@@ -216,6 +216,19 @@ class TestInTheBrowser:
         assert count(page, ".meta button") == 1
         page.complaints.clear()  # the browser logs every 400
 
+    def test_a_long_question_is_followed(self, page: Page, url: str) -> None:
+        """What was just sent is in view, and so is its answer, however long the question."""
+        page.resize(360, 640, phone=True)
+        page.open(url)
+        ready(page)
+        page.run("document.getElementById('max-tokens').value = 3")
+        for turns in (1, 2):
+            say(page, "a long question " * 60)
+            page.wait(f"document.querySelectorAll('.assistant').length === {turns}")
+            ready(page)
+            log = "document.getElementById('log')"
+            page.wait(f"{log}.scrollHeight - {log}.scrollTop - {log}.clientHeight < 10", seconds=5)
+
     @pytest.mark.parametrize(("width", "height", "phone"), [(1200, 800, False), (360, 640, True)])
     def test_it_fits(self, page: Page, url: str, width: int, height: int, phone: bool) -> None:
         """Nothing is wider than the window; what is touched is large enough; every control has a name."""

@@ -60,11 +60,12 @@ function element(tag, className, text) {
   return made;
 }
 
-function turn(role) {
+function turn(role, text) {
   const item = element("li", role);
   item.append(element("p", "who", role === "user" ? "You" : model || "Model"), element("div", "body"));
   const atEnd = isAtEnd();
   $("log").append(item);
+  if (text) fill(item, text);
   if (atEnd || role === "user") scrollToEnd();
   $("empty").hidden = true;
   return item;
@@ -112,7 +113,7 @@ function describe(item, text) {
 function draw() {
   $("log").replaceChildren();
   $("empty").hidden = messages.length > 0;
-  messages.forEach((message) => fill(turn(message.role), message.content));
+  messages.forEach((message) => turn(message.role, message.content));
   const last = $("log").lastElementChild;
   if (last) describe(last, "");
   scrollToEnd();
@@ -239,7 +240,7 @@ function send() {
   $("text").value = "";
   fit();
   remember([...messages, { role: "user", content: text }]);
-  fill(turn("user"), text);
+  turn("user", text);
   answer();
 }
 
