@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ HELP = """\
 /save FILE     write the conversation and its cache (NAME.json: only the words)
 /load FILE     go on with one
 /quit          leave (Ctrl-D too); Ctrl-C stops an answer"""
+
+_DEFAULTS: dict[str, Any] = {"overflow": "window"}
+"""Where the chat's own differ."""
+
+_HINTED = [hint.name for hint in fields(catalog.SamplingHint)]
+_TOLD = {name: f"the model's own, else {getattr(SamplingOptions, name)}" for name in _HINTED}
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,8 @@ class Keeping:
 @click.option("--session", help="Name of the conversation: go on with it, or begin it.")
 @click.option("--reread", is_flag=True, help="Take only the words of a saved conversation and read them again.")
 @click.option("--no-save", is_flag=True, help="Do not save this conversation.")
-@options_of(LoadOptions, unset=True)
-@options_of(SamplingOptions, unset=True)
+@options_of(LoadOptions, unset=True, told=_DEFAULTS)
+@options_of(SamplingOptions, unset=True, told=_TOLD)
 def command(model: str, prompt: str | None, system: str | None, as_json: bool, **values: Any) -> int:
     """Chat with MODEL: a catalog name, a model directory, a GGUF file, or a folder with safetensors or an ONNX graph.
 
@@ -98,7 +104,7 @@ def command(model: str, prompt: str | None, system: str | None, as_json: bool, *
     """
     keeping = Keeping.taken_from(values)
     sampling = given(SamplingOptions, values)
-    options = LoadOptions(**({"overflow": "window"} | given(LoadOptions, values)))
+    options = LoadOptions(**(_DEFAULTS | given(LoadOptions, values)))
     SamplingOptions(**sampling)  # refused before anything is downloaded, converted or loaded, as is what follows
     store = SessionStore(home_of(options))
     keeping.check(store)

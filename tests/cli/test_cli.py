@@ -66,6 +66,13 @@ def test_help_names_every_command() -> None:
         assert own.stdout.startswith(f"Usage: edgekv {name}")
 
 
+def test_the_help_of_chat_tells_its_own_defaults() -> None:
+    """It evicts, which a program has to ask for, and samples as the model's maker says."""
+    told = " ".join(edgekv("chat", "--help").stdout.split())
+    assert "when a prompt does not fit. [default: window]" in told
+    assert "[default: the model's own, else 0.7]" in told
+
+
 def test_a_full_disk_does_not_end_the_chat(
     chat_model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
