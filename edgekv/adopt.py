@@ -31,6 +31,7 @@ from edgekv.model.converted import (
 from edgekv.model.families import eos_ids
 from edgekv.model.fields import token_ids
 from edgekv.model.foreign import GENAI_CONFIG, ForeignFolder
+from edgekv.model.recommended import from_generation_config
 from edgekv.model.rope_config import rope_from_config
 from edgekv.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from edgekv.weights.base import NO_TOKENIZER, TokenizerFiles
@@ -165,6 +166,7 @@ def _describe(
         eos_token=texts.eos_token,
         add_bos=texts.add_bos,
         tokenizer=bool(texts.tokenizer_json),
+        sampling=from_generation_config(foreign.generation),
         graph=str(foreign.graph),
         graph_files={file.name: file_state(file) for file in files},
     )

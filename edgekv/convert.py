@@ -78,7 +78,8 @@ def convert(
     Args:
         source_path: what to read; without a tokenizer it becomes a model that runs on token ids only.
         out: the directory to make; an earlier model directory there is replaced.
-        name, sampling, system: written into the description, for the chat's defaults.
+        name, sampling, system: written into the description, for the chat's defaults; `sampling` over what the
+            makers recommend beside the weights.
         sha256: gives a file's hash; a caller that knows some saves reading them again.
 
     Raises:
@@ -101,7 +102,8 @@ def convert(
         _write_graph(source, holder, folder, progress)
         size = (folder / DATA).stat().st_size
         description = _describe(source, holder, texts, size, _source_hash(source, sha256))
-        described = replace(description, name=name or out.name, sampling=sampling or {}, system=system)
+        advised = {**source.sampling, **(sampling or {})}
+        described = replace(description, name=name or out.name, sampling=advised, system=system)
         made_from = replace(described, source=str(source_path.resolve()), holding=_changes(options))
         write_description(folder, replace(made_from, graph_sha256=sha256_file(folder / GRAPH)))
     seconds = time.perf_counter() - started

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from edgekv.cli.ready import ready_runtime
 from edgekv.conversation import read_conversation, write_conversation
 from edgekv.errors import EdgeKVError, InvalidOption, StorageError
 from edgekv.generate import Finished
-from edgekv.model import catalog
+from edgekv.model import catalog, recommended
 from edgekv.options import LoadOptions, home_of
 from edgekv.sampling import SamplingOptions
 from edgekv.session_file import SUFFIX
@@ -41,8 +41,7 @@ HELP = """\
 _DEFAULTS: dict[str, Any] = {"overflow": "window"}
 """Where the chat's own differ."""
 
-_HINTED = [hint.name for hint in fields(catalog.SamplingHint)]
-_TOLD = {name: f"the model's own, else {getattr(SamplingOptions, name)}" for name in _HINTED}
+_TOLD = {name: f"the model's own, else {getattr(SamplingOptions, name)}" for name in recommended.FIELDS}
 
 
 @dataclass(frozen=True)

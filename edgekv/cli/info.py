@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -98,6 +98,7 @@ def _converted_rows(model: ConvertedModel) -> Rows:
         ["published as", description.source_scheme],
         ["held as", f"{description.scheme} (bits/block), {format_bytes(description.weight_bytes)}"],
         ["chat template", _template_line((model.folder / TEMPLATE).exists())],
+        *_sampling_rows(model.description.sampling),
         ["fingerprint", model.fingerprint],
         ["engine", str(choose("auto", "cpu", "int8"))],
         ["attention", _attention_line(model.spec)],
@@ -149,6 +150,7 @@ def _source_rows(path: Path, home: Path) -> Rows:
         *map(list, source.facts),
         *([["left in float", _grouped(floats)]] if source.quantised else []),
         ["chat template", _template_line(source.has_template)],
+        *_sampling_rows(source.sampling),
         ["held as", f"{held} (bits/block), about {format_bytes(size)}"],
         *[["", line] for line in _holding_lines(matrices)],
         *[["advice", line] for line in [advice(held)] if line],
@@ -197,6 +199,11 @@ def _grouped(names: Iterable[str]) -> str:
         layers.setdefault(part, []).extend([layer] if layer else [])
     told = [part if not found else f"{part} of layers {', '.join(found)}" for part, found in layers.items()]
     return ", ".join(told) or "none"
+
+
+def _sampling_rows(sampling: Mapping[str, float]) -> Rows:
+    """What the makers recommend, where they do."""
+    return [["sampling", ", ".join(f"{name} {value:g}" for name, value in sampling.items())]] if sampling else []
 
 
 def _template_line(exists: bool) -> str:

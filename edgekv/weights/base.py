@@ -356,6 +356,10 @@ class WeightSource(Protocol):
     def facts(self) -> list[tuple[str, str]]:
         """What else was recognised of the format, for people: ("zero points", "symmetric: all 8")."""
 
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What the makers recommend, as fields of SamplingOptions."""
+
     def stored(self, name: str) -> Stored:
         """How the matrix `name` lies in the files, from metadata alone."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
+from edgekv.model.recommended import from_gguf
 from edgekv.weights.base import (
     BlockWeight,
     Codes,
@@ -57,6 +58,7 @@ class GGUFSource:
         self._check_types()
         self._metadata = Metadata(path, self._reader.fields)
         self.spec = spec_from_metadata(self._metadata, self._tensors, _to_float)
+        self.sampling = from_gguf(lambda key: self._metadata.field(key, float, None))
         self._check_shapes()
 
     @property

@@ -17,6 +17,7 @@ import numpy as np
 
 from edgekv.errors import BadCheckpoint, ModelError, UnsupportedModel
 from edgekv.model.families import spec_from_config
+from edgekv.model.recommended import from_generation_config
 from edgekv.model.spec import ModelSpec
 from edgekv.weights.awq import AWQ
 from edgekv.weights.base import Float32, Form, Matrix, Stored, row_blocks, take_rows
@@ -58,9 +59,10 @@ class SafetensorsSource(HubFolder):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        config = self._json("config.json")
+        config, generation = self._json("config.json"), self._json("generation_config.json", optional=True)
         with _named(folder / "config.json"):
-            spec = spec_from_config(config, self._json("generation_config.json", optional=True))
+            spec = spec_from_config(config, generation)
+        self.sampling = from_generation_config(generation)
         self._linear = self._scheme(config)
         self._tensors = TensorFiles(folder, self._shards())
         self._root = next((root for root in ROOTS if f"{root}.norm.weight" in self._tensors), "model")

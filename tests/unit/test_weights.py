@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from edgekv.convert import convert
 from edgekv.engines.rope import inverse_frequencies
 from edgekv.errors import BadCheckpoint, EdgeKVError, ModelNotFound, UnsupportedModel
+from edgekv.model.converted import open_converted
 from edgekv.model.spec import RopeSpec
 from edgekv.weights import BlockWeight, open_source
 from edgekv.weights.base import stack_rows
@@ -711,6 +713,42 @@ def test_eos_union_of_a_folder(folder: Path) -> None:
     """case C21: generation_config.json counts too."""
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
     assert open_source(folder).spec.eos_ids == (2, 9)
+
+
+def test_recommended_sampling_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    """What generation_config.json recommends becomes the model's own; what is no option or out of range does not."""
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05}
+    unusable = {"min_p": 7, "typical_p": 0.5, "penalty_window": 3, "seed": 1}
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **recommended, **unusable}))
+    assert open_source(folder).sampling == recommended
+    convert(folder, tmp_path / "made")
+    assert open_converted(tmp_path / "made").description.sampling == recommended
+    convert(folder, tmp_path / "other", sampling={"temperature": 0.2})
+    assert open_converted(tmp_path / "other").description.sampling == recommended | {"temperature": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("said", "sampling"),
+    [
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"temperature": "hot", "top_p": None, "top_k": True, "min_p": float("nan")}, {}),
+        ({}, {}),
+    ],
+)
+def test_sampling_that_nobody_recommends(folder: Path, said: dict[str, Any], sampling: dict[str, float]) -> None:
+    """Greedy decoding is a recommendation; a value that is no number is none."""
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    assert open_source(folder).sampling == sampling
+
+
+def test_recommended_sampling_of_gguf(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """The keys that llama.cpp's converter writes, float32 numbers as they were meant."""
+
+    def edit(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
+        metadata.update({"general.sampling.temp": 0.7, "general.sampling.top_k": 40, "general.sampling.top_p": 1.5})
+
+    source = GGUFSource(write_gguf(tiny_models.source("llama"), tmp_path / "tiny.gguf", edit=edit))
+    assert source.sampling == {"temperature": 0.7, "top_k": 40}
 
 
 def test_every_truncation_of_safetensors(folder: Path) -> None:
