@@ -12,9 +12,9 @@ values' centre is added. A query times such scales overflows float16 easily (K c
 onnxruntime PR 32515), so each row of queries is divided by a power of two, which is exact, and its scores are
 multiplied by it again in float32.
 
-What keys lack without their centre is a second product, of queries times the centre (by_cos and by_sin of twin.py) with
-the angles of places. A table of all places would be 4 D bytes a place, twice an INT8 cache's rows. Instead the factors
-are turned to the first place of a tile (one row of `Turns.starts`) and meet the same table of offsets in every tile.
+What keys lack without their centre is a second product, of queries times the centre (twin.py's _against_centre) with
+angles of places. A table of all places would be 4 D bytes a place, twice an INT8 cache's rows. Instead the factors are
+turned to the first place of a tile (one row of `Turns.starts`) and meet the same table of offsets in every tile.
 Bytes that a program reads for its share of n places at D = 128, and, compiled for compute capability 8.6, the shared
 memory and what each thread spills (decoding with 8 query heads a KV head; reading 128 tokens with 4):
 
@@ -277,7 +277,7 @@ def _outputs(mixed, total, v_scale, v_centre, head, channel, SIZE: tl.constexpr)
 
 @triton.jit
 def _against_centre(queries, centre, head, offsets, there, pair, SIZE: tl.constexpr):
-    """twin.py's `by_cos` and `by_sin`, [ROWS, WIDTH/2] each: the centre's products with queries, pair by pair."""
+    """twin.py's function of this name, both halves, [ROWS, WIDTH/2] each."""
     low = tl.load(queries + offsets, mask=there, other=0.0)
     high = tl.load(queries + offsets + SIZE // 2, mask=there, other=0.0)
     c_low = tl.load(centre + head * SIZE + pair, mask=pair < SIZE // 2, other=0.0)[None]

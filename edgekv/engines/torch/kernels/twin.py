@@ -62,8 +62,8 @@ def attend(
     if pinned and place.evicted:
         scores[..., :pinned] = _scores(_grouped(pinned_queries, kv_heads, rows.k_scale), keys[:, :pinned])
     if rows.k_centre is not None and rows.turns is not None:
-        across = _grouped(pinned_queries, kv_heads, None)
-        scores += _centre_scores(across, rows.k_centre, rows.turns, length)[..., first:]
+        across = _against_centre(_grouped(pinned_queries, kv_heads, None), rows.k_centre)
+        scores += _scores(across, _angles(rows.turns, length)[first:])
     scores = scores.mul_(scaling).view(heads, count, length - first)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -97,18 +97,20 @@ def _scores(queries: Tensor, keys: Tensor) -> Tensor:
     return queries @ keys.transpose(-2, -1)
 
 
-def _centre_scores(queries: Tensor, centre: Tensor, turns: Turns, length: int) -> Tensor:
-    """Products of queries [K, H/K T, D] with a centre [K, D] turned to each of the first places, [K, H/K T, length].
+def _against_centre(queries: Tensor, centre: Tensor) -> Tensor:
+    """What queries [K, H/K T, D] are multiplied by cosines (D/2) and by sines with to give their products with a centre
+    [K, D] turned: q . R(a) c = cos a (q1 c1 + q2 c2) + sin a (q2 c1 - q1 c2) for each pair."""
+    low, high = queries.chunk(2, dim=-1)
+    c_low, c_high = centre[:, None].chunk(2, dim=-1)
+    return torch.cat([low * c_low + high * c_high, high * c_low - low * c_high], dim=-1)
 
-    q . R(a) c = cos a (q1 c1 + q2 c2) + sin a (q2 c1 - q1 c2) for each pair; the two factors are turned back by the
-    angles of the places' starts, which leaves those within.
-    """
-    low, high = queries[..., None, :].chunk(2, dim=-1)  # [K, H/K T, 1, D/2]
-    c_low, c_high = centre[:, None, None].chunk(2, dim=-1)
-    by_cos, by_sin = low * c_low + high * c_high, high * c_low - low * c_high
-    cos, sin = turns.starts[: -(-length // TURN_STEP)].chunk(2, dim=-1)  # [starts, D/2]
-    turned = torch.cat([by_cos * cos + by_sin * sin, by_sin * cos - by_cos * sin], dim=-1)  # [K, H/K T, starts, D]
-    return _scores(turned, turns.within[:TURN_STEP]).flatten(-2)[..., :length]
+
+def _angles(turns: Turns, length: int) -> Tensor:
+    """cos and sin of the first places, [length, D]: D/2 of the one, then of the other."""
+    cos, sin = turns.starts[: -(-length // TURN_STEP), None].chunk(2, dim=-1)  # [starts, 1, D/2]
+    near_cos, near_sin = turns.within[:TURN_STEP].chunk(2, dim=-1)
+    table = torch.cat([cos * near_cos - sin * near_sin, sin * near_cos + cos * near_sin], dim=-1)
+    return table.flatten(0, 1)[:length]
 
 
 def _mask(first: int, past: int, count: int, window: int | None, device: torch.device) -> Tensor:
