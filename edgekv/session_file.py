@@ -196,7 +196,8 @@ def read_info(path: Path) -> SessionInfo:
     except OSError as error:
         raise SessionError(f"The session {path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise SessionError(f"{path} is not a session of format version {FORMAT_VERSION} ({error!r}).") from None
+        reason = str(error) if type(error) is ValueError else repr(error)
+        raise SessionError(f"{path} is not a session of format version {FORMAT_VERSION} ({reason}).") from None
 
 
 def _write(file: BinaryIO, metadata: dict[str, str], small: Mapping[str, Array], engine: EngineState) -> str:

@@ -23,7 +23,7 @@ from edgekv.generate import Finished
 from edgekv.model import catalog, recommended
 from edgekv.options import LoadOptions, home_of
 from edgekv.sampling import SamplingOptions
-from edgekv.session_file import SUFFIX
+from edgekv.session_file import SUFFIX, read_info
 from edgekv.session_store import SavedSession, SessionStore
 from edgekv.units import format_bytes
 
@@ -326,9 +326,11 @@ class ChatLoop:
     def _save(self, name: str) -> None:
         path = _named(name)
         if path.suffix == ".json":
+            _check_replaced(path, read_conversation)
             write_conversation(path, self.session.messages)
         else:
             path = path.with_name(path.name.removesuffix(SUFFIX) + SUFFIX)
+            _check_replaced(path, read_info)
             self.session.save(path)
         render.note(f"[{len(self.session.messages)} messages written to {path}]")
 
@@ -352,6 +354,16 @@ def _telling() -> Iterator[None]:
         yield
     except (EdgeKVError, OSError) as error:
         render.note(f"[not saved: {error}]")
+
+
+def _check_replaced(path: Path, read: Callable[[Path], object]) -> None:
+    """A conversation may be written over an older one, and over nothing else: `/save model` may be typed beside a
+    model.safetensors."""
+    if path.exists():
+        try:
+            read(path)
+        except EdgeKVError:
+            raise InvalidOption(f"{path} is there already and is no conversation: choose another name.") from None
 
 
 def _named(name: str) -> Path:

@@ -145,6 +145,24 @@ def test_what_cannot_be_written_does_not_end_the_chat(chat_model: ConvertedModel
     assert "0 of 128 tokens" in result.stdout
 
 
+def test_a_file_that_is_no_conversation_is_not_written_over(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """A model's weights may lie where someone types /save model. A conversation of before is written over."""
+    weights, other, words, talk = (
+        tmp_path / name for name in ("model.safetensors", "package.json", "words.json", "talk.safetensors")
+    )
+    shutil.copy(DATA / "model.safetensors", weights)
+    other.write_text("{}")
+    typed = [f"/save {path}" for path in (tmp_path / "model", other, *(words, talk) * 2)]
+    result = edgekv("chat", chat_model.folder, "--context", "128", stdin="\n".join(typed))
+    assert [line.split(" is there already")[0] for line in result.stderr.splitlines() if "already" in line] == [
+        f"error: {weights}",
+        f"error: {other}",
+    ]
+    assert result.stderr.count("messages written") == 4
+    assert weights.read_bytes() == (DATA / "model.safetensors").read_bytes()
+    assert other.read_text() == "{}"
+
+
 def test_the_line_of_progress_is_taken_back(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
