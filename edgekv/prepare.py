@@ -75,7 +75,9 @@ def _prepared(target: str, home: Path, watch: Watch, chats: bool) -> ConvertedMo
     if path.exists():
         return _prepare_source(path, home, watch, chats)
     known = ", ".join(catalog.names())
-    hub = f" A repository of a model hub is named hf:{target}." if re.fullmatch(r"[\w-]+/[\w.-]+", target) else ""
+    hub = (
+        f" A repository of a model hub is named hf:{target}." if re.fullmatch(r"[\w-]+/[\w.-]+(/\S+)?", target) else ""
+    )
     raise ModelNotFound(
         f"{target!r} is neither a file or folder here nor a known model: the known ones are {known}.{hub}"
     )

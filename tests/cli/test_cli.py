@@ -482,7 +482,8 @@ class TestRefusals:
 
     def test_the_name_of_a_repository(self, tmp_path: Path) -> None:
         """As model hubs write it: it is told how to say that."""
-        assert "hf:Org/A-Model_0.5B" in refused(edgekv("chat", "Org/A-Model_0.5B", "-p", "x", home=tmp_path))
+        for name in ("Org/A-Model_0.5B", "Org/A-Model/Q4_0.gguf"):
+            assert f"hf:{name}." in refused(edgekv("chat", name, "-p", "x", home=tmp_path))
 
     def test_a_model_that_cannot_chat(self, tmp_path: Path) -> None:
         """Without a chat template, or a tokenizer: refused before it is converted, and before scales are measured."""
