@@ -518,6 +518,7 @@ def open_engine(torch: Any, sizes: Sizes, published: Any, capacity: int, dtype: 
 def measure_model(torch: Any, sizes: Sizes, geometry: Geometry) -> Iterator[Row]:
     """Whole decode and prefill, edgekv's beside transformers', on the same packed weights."""
     with random_model(geometry) as published:
+        load(torch, sizes, published)  # packs the weights, which then count as no engine's own
         for dtype in ("int8", "fp16"):
             yield measure_edgekv(torch, sizes, geometry, published, dtype)
         yield from measure_transformers(torch, sizes, geometry, published)
@@ -587,14 +588,19 @@ def measure_transformers(torch: Any, sizes: Sizes, geometry: Geometry, published
         yield name | {"runs": name["runs"] + how, "prefill": prefill, "decode": decode}
 
 
+def load(torch: Any, sizes: Sizes, published: Any) -> Any:
+    """transformers' model with edgekv's linear layers, in the type that the engine would choose."""
+    from edgekv.engines.torch.engine import TorchOptions
+    from edgekv.engines.torch.loader import load_model
+
+    return load_model(published, TorchOptions(device=sizes.device).dtype, torch.device(sizes.device))
+
+
 def transformers_model(torch: Any, sizes: Sizes, published: Any) -> tuple[Callable[..., Any], Callable[[int], None]]:
     """Functions that run tokens (ids and positions [1, T]), and that fill the cache afresh with so many."""
     from transformers import AutoConfig, StaticCache
 
-    from edgekv.engines.torch.loader import load_model
-
-    device = torch.device(sizes.device)
-    model = load_model(published, torch.bfloat16 if sizes.device == "cuda" else torch.float32, device)
+    device, model = torch.device(sizes.device), load(torch, sizes, published)
     model.set_attn_implementation("sdpa")
     config = AutoConfig.from_pretrained(published.path)
     model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config).to(device)  # its tables were on meta
