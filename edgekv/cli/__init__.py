@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -97,10 +98,19 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Where a standard stream was closed before we began, Python has None: nothing is read or written there then."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
+    """Where a standard stream was closed before we began, Python has None: nothing is read or written there then. Where
+    it is not UTF-8 (a pipe on Windows, an old locale), what cannot be written is spelled out, and what cannot be read
+    is told where the text is checked."""
+    for name, mode, errors in (
+        ("stdin", "r", "surrogateescape"),
+        ("stdout", "w", "backslashreplace"),
+        ("stderr", "w", "backslashreplace"),
+    ):
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _refuse(message: str) -> int:

@@ -86,8 +86,9 @@ def _padded(text: str, width: int, to_right: bool) -> str:
 
 
 def print_json(data: Any) -> None:
-    """One JSON value on one line of stdout."""
-    click.echo(json.dumps(data, ensure_ascii=False))
+    """One JSON value on one line of stdout; in ASCII, where that does not take everything."""
+    whole = "utf" in (sys.stdout.encoding or "utf").lower()
+    click.echo(json.dumps(data, ensure_ascii=not whole))
 
 
 @contextmanager

@@ -273,6 +273,28 @@ def test_closed_streams(chat_model: ConvertedModel, closed: str) -> None:
     assert bool(result.stdout) == (">&-" not in closed.replace("2>&-", ""))
 
 
+@pytest.mark.parametrize("encoding", ["ascii:strict", "cp1252:strict"])
+def test_streams_that_are_not_utf8(
+    chat_model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """As pipes on Windows are: what they do not take is spelled out, JSON stays JSON, and what is typed into one is
+    understood or refused."""
+    talk = ("chat", chat_model.folder, "--context", 256, "--max-new-tokens", 8, "--session", "talk")
+    edgekv(*talk, "-p", "\U0001f999", home=tmp_path)
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    shown = edgekv("sessions", "show", "talk", home=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    spelled = "\\U0001f999" if "cp1252" in encoding else "\U0001f999"  # click takes UTF-8 for ASCII
+    assert f"user: {spelled}\n" in shown.stdout
+    answered = edgekv(*talk, "-p", "\U0001f999", "--json", home=tmp_path)
+    assert answered.returncode == 0, answered.stderr
+    assert [json.loads(line) for line in answered.stdout.splitlines()][-1]["event"] == "Finished"
+    typed = edgekv(*talk, stdin="\u0081\n/stats\n", home=tmp_path)  # as UTF-8, in which 0x81 is no letter of cp1252
+    assert "not valid Unicode" in typed.stderr
+    assert "Traceback" not in typed.stderr
+    assert "tokens" in typed.stdout
+
+
 def test_a_reader_that_goes_away_is_no_error(chat_model: ConvertedModel) -> None:
     """`| head -1`"""
     command = f"{sys.executable} -m edgekv chat '{chat_model.folder}' --context 128 --json -p Hello --max-new-tokens 50"
