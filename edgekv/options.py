@@ -24,7 +24,7 @@ from edgekv.kv.plan import (
     make_plan,
 )
 from edgekv.kv.scales import read_scales, scales_name
-from edgekv.kv.spec import FLOATS, MIN_CAPACITY, Granularity, KVDtype, KVSpec
+from edgekv.kv.spec import FLOATS, MEAN_FREE, MIN_CAPACITY, Granularity, KVDtype, KVSpec
 from edgekv.model.catalog import home as cache_home
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
@@ -128,10 +128,10 @@ def _centres(spec: ModelSpec, options: LoadOptions, model: ConvertedModel | None
             return len(scales.centre_pairs), scales.v_centre is not None
         except ScalesError:
             pass  # they are still to be made; or whoever needs them says what is wrong
-    fp8 = options.kv_dtype == "fp8"
+    values = options.kv_dtype == "fp8"
     if not can_centre(spec):
-        return 0, fp8
-    return spec.head_dim // 2 if fp8 else MAX_PAIRS * spec.qkv_bias, fp8
+        return 0, values
+    return spec.head_dim // 2 if options.kv_dtype in MEAN_FREE else MAX_PAIRS * spec.qkv_bias, values
 
 
 def _own_product(device: str) -> bool:

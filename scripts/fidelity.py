@@ -48,7 +48,7 @@ RUNS = (
     Run("granularity", 8192, ("int8", "int8,granularity=head", "int8,granularity=tensor", "int4")),
     Run("methods", 8192, ("int8,method=envelope,headroom=1.0", "int8,method=mse,headroom=1.0")),
     Run("cache", 8192, ("int8", "int8,attention=gqa"), options=("--activations", "float")),
-    Run("mixed", 12_288, ("int8", "k8v4", "fp8"), options=("--activations", "float")),
+    Run("mixed", 12_288, ("int8", "k8v4", "int4", "fp8"), options=("--activations", "float")),
     Run("long", 50_000, ("int8",), options=("--activations", "float")),
     Run("stream512", 8192, ("int8", "int8,sinks=0"), stream=512),
     Run("stream1024", 8192, ("int8", "int8,sinks=0"), stream=1024),

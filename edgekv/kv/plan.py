@@ -4,8 +4,8 @@
                                                     bytes, one of 4 bits D/2 + 2, and layers with a window may have a
                                                     ring of R slots: KVSpec.ring_slots)
     key centres      4 L K D + 8 P C                where keys are held less their centre (kv/scales.py): that, and cos
-                                                    and sin of P pairs of channels at each slot; in the torch engine
-                                                    those of D/2 pairs at C/32 + 64 slots (cache.Turns)
+                                                    and sin of P pairs of channels at each slot (2 P C in INT4); in the
+                                                    torch engine those of D/2 pairs at C/32 + 64 slots (cache.Turns)
     value centres    4 L K D                        where values are (FP8)
     RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
     RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
@@ -195,6 +195,11 @@ def row_extra_bytes(dtype: KVDtype, native: bool) -> int:
     return FACTOR_BYTES if dtype in ROW_FACTORS and (native or dtype in OWN_OPERATOR_ONLY) else 0
 
 
+def pair_bytes(dtype: KVDtype) -> int:
+    """Bytes of a pair's cos and sin at a slot, where keys are held less their centre."""
+    return 2 if BITS[dtype][0] == 4 else 8
+
+
 def layer_slots(spec: ModelSpec, kv: KVSpec, request: PlanRequest) -> tuple[int, ...]:
     """Slots of each layer's cache."""
     if not request.native:
@@ -246,7 +251,8 @@ def _step_bytes(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -> 
     rows = slot_bytes(spec, request.dtype, request.native) - slot_bytes(spec, request.dtype, False)
     whole = replace(request, native=False)
     totals = [_total(spec, footprint, whole, MIN_CAPACITY + more) for more in (0, CAPACITY_STEP)]
-    return totals[1] - totals[0] + (rows * spec.num_layers + 8 * request.centre_pairs) * CAPACITY_STEP
+    centres = pair_bytes(request.dtype) * request.centre_pairs
+    return totals[1] - totals[0] + (rows * spec.num_layers + centres) * CAPACITY_STEP
 
 
 def tokens_that_fit(spec: ModelSpec, footprint: Footprint, request: PlanRequest, budget_bytes: int) -> int:
@@ -336,8 +342,9 @@ def _centre_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[Pla
     if request.centre_pairs:
         pairs = spec.head_dim // 2 if request.torch else request.centre_pairs
         slots, shown = (-(-kv.capacity // 32) + 64, "(C/32 + 64)") if request.torch else (kv.capacity, "C")
-        formula = f"L K D x 4 bytes + {shown} x {pairs} pairs x 8 bytes"
-        lines.append(PlanLine("key centres", channels + 8 * pairs * slots, formula))
+        size = pair_bytes(request.dtype)
+        formula = f"L K D x 4 bytes + {shown} x {pairs} pairs x {size} bytes"
+        lines.append(PlanLine("key centres", channels + size * pairs * slots, formula))
     if request.value_centres:
         lines.append(PlanLine("value centres", channels, "L K D x 4 bytes"))
     return lines

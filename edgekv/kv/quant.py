@@ -7,7 +7,7 @@ A cache row x (one token, one KV head, D channels) is stored as
 
 with a symmetric static scale s per channel, per head or per tensor. ONNX Runtime's operator clamps at -128 and -8
 instead; a value that far out is saturated either way, by one step.
-edgekv's own operator holds INT8 rows in another way (kv/rows.py).
+edgekv's own operator holds INT8 and INT4 rows in another way (kv/rows.py).
 """
 
 from __future__ import annotations

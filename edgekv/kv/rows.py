@@ -1,4 +1,4 @@
-"""Rows of codes as edgekv's own operator holds them, INT8 and K8V4: the reference, in numpy, of native/kernels.inl.
+"""Rows of codes as edgekv's own operator holds them (INT8, K8V4, INT4): the reference, in numpy, of native/kernels.inl.
 
 A row has D codes and a factor f of its own, the least of 16 bits (the upper half of a float32) that keeps its codes
 within 127. A row of small numbers is then as finely divided as one of large ones, and nothing is ever clipped, whatever
@@ -20,6 +20,10 @@ Root mean square of the error over that of the values, SmolLM2-135M, 1,500 token
 -7 .. 7, 10.4 % with cells but not mixed, 8.8 % with a factor for each 32 mixed channels; codes -7 .. 7 in blocks of 32
 without scales, about what llama.cpp's q4_0 has, 10.6 %.
 
+INT4 has keys of 4 bits, too, held as these values are but for the scales, of which they have none (r = 1). They are
+held less the mean of every pair of channels, moved a little (calibrate/thresholds.py): the row that all attention leans
+on is then nearly exact, and constants, which the roots of scales are for, are gone.
+
 As saved, the two bytes of the factor are behind the codes: [..., T, D + 2]. In 4 bits channels i and i + 8 of each 16
 share a byte, the first in its lower half: [..., T, D / 2 + 2].
 """
@@ -32,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kv.quant import LIMIT, Float32, quantize
-from edgekv.kv.spec import FACTOR_BYTES, ROW_FACTORS, KVDtype
+from edgekv.kv.spec import BITS, FACTOR_BYTES, ROW_FACTORS, KVDtype
 
 Rows = npt.NDArray[np.int8]
 
@@ -66,20 +70,39 @@ def dequantize_values(rows: Rows, scales: Float32) -> Float32:
 
 def quantize_int4_values(values: Float32, scales: Float32) -> Rows:
     """Values [..., T, D] as rows of 4 bits, [..., T, D / 2 + 2]."""
-    x = mixed(values / key_scales(scales))
+    return _int4_rows(mixed(values / key_scales(scales)))
+
+
+def dequantize_int4_values(rows: Rows, scales: Float32) -> Float32:
+    """What rows of values of 4 bits stand for, [..., T, D]."""
+    return (_int4_numbers(rows) * key_scales(scales)).astype(np.float32)
+
+
+def quantize_int4_keys(keys: Float32, scales: Float32) -> Rows:
+    """Rotated keys, less their centre, as rows of 4 bits; they have no scales, whatever is given."""
+    return _int4_rows(mixed(keys))
+
+
+def dequantize_int4_keys(rows: Rows, scales: Float32) -> Float32:
+    """What rows of keys of 4 bits stand for, [..., T, D]."""
+    return _int4_numbers(rows)
+
+
+def _int4_rows(x: Float32) -> Rows:
+    """Mixed numbers [..., T, D] as rows of 4 bits."""
     factors = row_factors(x, CELLS / 2)
     cells = np.clip(np.floor(np.nan_to_num(x / factors)), -CELLS // 2, CELLS // 2 - 1).astype(np.int8)
     low, high = np.moveaxis(cells.reshape(*cells.shape[:-1], -1, 2, 8), -2, 0)  # [..., T, D / 16, 8] each
     return pack(((low & 15) | (high << 4)).reshape(*cells.shape[:-1], -1), factors)
 
 
-def dequantize_int4_values(rows: Rows, scales: Float32) -> Float32:
-    """What rows of values of 4 bits stand for, [..., T, D]."""
+def _int4_numbers(rows: Rows) -> Float32:
+    """What rows of 4 bits stand for, not mixed any more, but for scales."""
     both, factors = rows[..., :-FACTOR_BYTES], _factors(rows)
     halves = np.stack([both << 4, both], axis=-2) >> 4  # [..., T, 2, D / 2], arithmetic shifts keep the sign
     halves = np.moveaxis(halves.reshape(*halves.shape[:-1], -1, 8), -3, -2)  # [..., T, D / 16, 2, 8]
-    values = mixed((halves.reshape(*both.shape[:-1], -1) + np.float32(0.5)) * factors)
-    return (values * (key_scales(scales) / mixed_channels(values.shape[-1]))).astype(np.float32)
+    numbers = mixed((halves.reshape(*both.shape[:-1], -1) + np.float32(0.5)) * factors)
+    return (numbers / np.float32(mixed_channels(numbers.shape[-1]))).astype(np.float32)
 
 
 Quantize = Callable[[Float32, Float32], Rows]
@@ -88,21 +111,24 @@ Dequantize = Callable[[Rows, Float32], Float32]
 
 def own_rows(dtype: KVDtype, part: str) -> tuple[Quantize, Dequantize]:
     """How edgekv's own operator makes rows of keys ("k") or values ("v"), and what they stand for; of ROW_FACTORS."""
-    if part == "k":
-        return quantize_keys, dequantize_keys
-    return (quantize_int4_values, dequantize_int4_values) if dtype == "k8v4" else (quantize_values, dequantize_values)
+    if BITS[dtype]["kv".index(part)] == 4:
+        if part == "k":
+            return quantize_int4_keys, dequantize_int4_keys
+        return quantize_int4_values, dequantize_int4_values
+    return (quantize_keys, dequantize_keys) if part == "k" else (quantize_values, dequantize_values)
 
 
 def operator_scales(dtype: KVDtype, k: Float32, v: Float32) -> tuple[Float32, Float32]:
-    """Scales of keys and of values as the operator is given them: of what is mixed the roots."""
+    """Scales of keys and of values as the operator is given them: of what is mixed the roots, of INT4's keys none."""
     if dtype not in ROW_FACTORS:
         return k, v
-    return key_scales(k), key_scales(v) if dtype == "k8v4" else v
+    k_bits, v_bits = BITS[dtype]
+    return np.ones_like(k) if k_bits == 4 else key_scales(k), key_scales(v) if v_bits == 4 else v
 
 
 def code_items(dim: int, dtype: KVDtype, part: str) -> int:
     """Array items of a row's D numbers: D, or half as many where two share a byte."""
-    return dim // 2 if dtype == "k8v4" and part == "v" else dim
+    return dim // 2 if BITS[dtype]["kv".index(part)] == 4 else dim
 
 
 def row_items(dim: int, dtype: KVDtype, part: str) -> int:

@@ -7,7 +7,8 @@ assumed.
 
 A third tensor, k_centre, is there for models whose keys carry large constants (the K bias of Qwen2): what is taken out
 of a key before it is rotated, zero but for a few pairs of channels. A fourth, v_centre, is taken out of values: the
-weights of attention sum to 1, so adding it to what comes out puts it back exactly. FP8 has both, of all channels.
+weights of attention sum to 1, so adding it to what comes out puts it back exactly. FP8 has both, of all channels, INT4
+that of keys.
 Scales are then of what is left. An engine that keeps keys and values whole takes `without_centre()`.
 """
 

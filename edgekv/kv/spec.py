@@ -29,8 +29,11 @@ BITS: dict[KVDtype, tuple[int, int]] = {
 OWN_OPERATOR_ONLY: tuple[KVDtype, ...] = ("k8v4",)
 """What nothing but edgekv's own attention operator holds; FP8 is held by it and by the torch engine."""
 
-ROW_FACTORS: tuple[KVDtype, ...] = ("int8", "k8v4")
+ROW_FACTORS: tuple[KVDtype, ...] = ("int8", "k8v4", "int4")
 """Where edgekv's own operator stores a factor with each row (kv/rows.py)."""
+
+MEAN_FREE: tuple[KVDtype, ...] = ("fp8", "int4")
+"""Whose keys are held less the mean of every pair of channels, where the engine can put it back (kv/scales.py)."""
 
 FLOATS: tuple[KVDtype, ...] = ("fp16", "float")
 """Those that need no scales."""

@@ -1,8 +1,10 @@
 // Attention alone beside a plain read of the same bytes, interleaved in one run.
 //
 //     bench_attention [slots] [layers] [heads] [kv heads] [head size] [tokens] [threads] [instruction set] [cache]
+//                     [pairs]
 //
-// where the instruction set may be - for the fastest, and the cache is int8, k8v4 or fp8.
+// where the instruction set may be - for the fastest, the cache is int8, k8v4, int4 or fp8, and keys are held less the
+// mean of so many pairs of channels (0; half the head size in a model with an int4 or fp8 cache).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -22,10 +24,15 @@ int main(int argc, char** argv) {
   const int kv_heads = argument(4, 3), dim = argument(5, 64), tokens = argument(6, 1), threads = argument(7, 2);
   const int rounds = tokens > 1 ? 9 : 61;
   const std::string cache_name = argc > 9 ? argv[9] : "int8";
-  const CacheType type = cache_name == "k8v4" ? CacheType::kK8V4 : cache_name == "fp8" ? CacheType::kFp8 : CacheType::kInt8;
+  const CacheType type = cache_name == "k8v4"   ? CacheType::kK8V4
+                         : cache_name == "int4" ? CacheType::kInt4
+                         : cache_name == "fp8"  ? CacheType::kFp8
+                                                : CacheType::kInt8;
   const Kernels& kernels = *best_kernels(type, argc > 8 && *argv[8] != '-' ? argv[8] : nullptr);
   const int factor = type == CacheType::kFp8 ? 0 : kFactorBytes;
-  const size_t row[2] = {static_cast<size_t>(dim + factor), static_cast<size_t>((type == CacheType::kK8V4 ? dim / 2 : dim) + factor)};
+  const bool half_keys = type == CacheType::kInt4, half_values = half_keys || type == CacheType::kK8V4;
+  const size_t row[2] = {static_cast<size_t>((half_keys ? dim / 2 : dim) + factor),
+                         static_cast<size_t>((half_values ? dim / 2 : dim) + factor)};
   const size_t part[2] = {kv_heads * slots * row[0], kv_heads * slots * row[1]}, both = part[0] + part[1];
   std::vector<int8_t> memory(both * layers + 64);
   int8_t* cache = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;  // as the engine has it
@@ -50,6 +57,13 @@ int main(int argc, char** argv) {
   p.state = {slots - tokens, 0, 4, slots, 0};
   p.qkv = qkv.data(), p.k_scale = p.v_scale = scale.data(), p.out = out.data();
   p.cos = p.sin = p.cos_pinned = p.sin_pinned = angle.data();
+  p.turned = argument(10, 0);
+  std::vector<float> centre(kv_heads * dim, 0.1f), turns(size_t{2} * p.turned * slots + 1, 0.7f);
+  std::vector<int8_t> codes(size_t{1} * p.turn_items() * slots, 90);
+  std::vector<int64_t> pairs(p.turned + 1);
+  for (int i = 0; i < p.turned; i++) pairs[i] = i;
+  if (p.turned) p.centre = centre.data(), p.pairs = pairs.data(), p.turns = turns.data();
+  if (p.turned && half_keys) p.turn_codes = codes.data();
   if (const char* what = fault(p)) return std::printf("%s\n", what), 1;
   // Layer by layer, because on a busy machine no whole token goes undisturbed.
   std::vector<std::vector<double>> attention(layers), plain(layers);

@@ -30,14 +30,24 @@ EDGEKV_APART static void score_floats(const uint8_t* queries, const Number* keys
 }
 
 template <class Number>
-static void score(int rows, const uint8_t* queries, const int32_t*, const Number* keys, const float*, int dim, float* out,
-                  int stride) {
+static void score_any(int rows, const uint8_t* queries, const Number* keys, int dim, float* out, int stride) {
   switch (rows) {
     case 4: return score_floats<4>(queries, keys, dim, out, stride);
     case 3: return score_floats<3>(queries, keys, dim, out, stride);
     case 2: return score_floats<2>(queries, keys, dim, out, stride);
     default: return score_floats<1>(queries, keys, dim, out, stride);
   }
+}
+
+// No templates, so that they come before the struct's own `score`, which takes any kind of codes.
+static void score(int rows, const uint8_t* queries, const int32_t*, const float* keys, const float*, int dim,
+                  float* out, int stride) {
+  score_any(rows, queries, keys, dim, out, stride);
+}
+
+static void score(int rows, const uint8_t* queries, const int32_t*, const E4m3* keys, const float*, int dim, float* out,
+                  int stride) {
+  score_any(rows, queries, keys, dim, out, stride);
 }
 
 // Slots outside low .. high - 1 are not read at all: a float may hold anything, and 0 * NaN is NaN.
@@ -95,7 +105,7 @@ static void weigh_any(int rows, const uint8_t* weights, int stride, const Number
   }
 }
 
-// No templates, so that they come before the struct's own `weigh`, which takes any kind of codes.
+// As with `score`.
 static void weigh(int rows, const uint8_t* weights, int stride, const float* values, int low, int high, int dim,
                   float* out, const float* alpha, const float* beta) {
   weigh_any(rows, weights, stride, values, low, high, dim, out, alpha, beta);

@@ -9,17 +9,20 @@
 //
 //     INT8    keys   [D / 4][16 slots][4 channels]      values  [4][D channels][4 slots]
 //     K8V4    keys   as in INT8                         values  [4][D / 16][8 pairs of channels][4 slots]
+//     INT4    keys   [D / 8][16 slots][4 pairs]         values  as in K8V4
 //     float   keys   [D][16 slots]                      values  [16 slots][D]
 //     FP8     the same, a byte a number
 //
 // In INT8 four channels (keys) or four slots (values) lie in one 32-bit word: what a dot-product instruction takes.
-// Values of 4 bits do so, too: of 16 channels the first 8 lie in the lower halves of 8 words of bytes, the others in the
-// upper halves. No byte belongs to two slots, so rows are written without regard to each other.
+// Numbers of 4 bits do so, too: of 16 channels the first 8 lie in the lower halves of bytes, the others in the upper
+// halves, of 8 words of values or of two of keys. No byte belongs to two slots, so rows are written without regard to
+// each other.
 // Behind a head's blocks come the factors of its rows, [slots], of 16 bits each (the upper half of a float32).
 //
 //     INT8    a value   v[d] = scale[d] * factor * code[d]
 //             a key     k[d] = scale[d] / n * factor * (H code)[d]
 //     K8V4    a value   v[d] = scale[d] / n * factor * (H (code + 1/2))[d],   code -8 .. 7 in two's complement
+//     INT4    either    as a value of K8V4
 //     FP8     either    scale[d] * the number of E4M3
 //
 // Where keys or values are held less a centre, these are what is left of them.
@@ -50,13 +53,14 @@ constexpr int kBlock = 16;    // slots in a block
 constexpr int kMaxDim = 256;  // head sizes are multiples of 16 up to this
 constexpr int kMaxRows = 32;  // query rows that one unit of work handles
 constexpr int kMaxTileSlots = 1024;  // slots of a tile: the integer sums of INT8 fit 32 bits up to here, or up to fewer
-// Of what is described above and of the operator's inputs; 1 had no factors, 2 neither K8V4 nor FP8, 3 no value centre.
-constexpr int kCacheFormat = 4;
+// Of what is described above and of the operator's inputs; 1 had no factors, 2 neither K8V4 nor FP8, 3 no value centre,
+// 4 no INT4.
+constexpr int kCacheFormat = 5;
 constexpr int kFactorBytes = 2;  // of a row of codes
 constexpr int kMaxTurned = kMaxDim / 2;  // pairs of channels whose centre is taken out of the keys
 
-enum class CacheType { kFloat, kInt8, kK8V4, kFp8 };
-constexpr int kCacheTypes = 4;
+enum class CacheType { kFloat, kInt8, kK8V4, kFp8, kInt4 };
+constexpr int kCacheTypes = 5;
 
 struct Nibbles {  // the codes of two channels
   uint8_t bits;
@@ -68,6 +72,10 @@ struct Nibbles {  // the codes of two channels
 // How many items hold so many codes.
 constexpr int64_t codes_in(const int8_t*, int64_t count) { return count; }
 constexpr int64_t codes_in(const Nibbles*, int64_t count) { return count / 2; }
+
+// How many groups of four channels of keys lie together.
+constexpr int fours_of(const int8_t*) { return 1; }
+constexpr int fours_of(const Nibbles*) { return 4; }
 
 struct E4m3 {  // a sign, four bits of exponent, three of mantissa (Micikevicius et al., arXiv 2209.05433)
   uint8_t bits;
@@ -109,6 +117,9 @@ struct Problem {
   const int64_t* pairs;  // [P]: channels pairs[i] and pairs[i] + R / 2
   const float* turns;    // [2, P, slots]: cos and sin of those pairs at the angle of each slot's key
   int turned;            // P
+  // INT4 has them as codes of a 127th instead, [slots, 2 P] as keys of INT8 lie: cos and sin of each pair in turn,
+  // filled up to a multiple of 4 with zeros. What these codes make of the centre is taken out of turned keys and put back.
+  const int8_t* turn_codes;
   // What is taken out of the values and added to the output, because weights sum to 1; null: nothing.
   const float* v_centre;  // [K, D]
   float* out;            // [T, H D]
@@ -118,6 +129,8 @@ struct Problem {
   int64_t total() const { return state.before + tokens; }
   // The first of the cached tokens that the token at this place in the cache may see.
   int64_t oldest(int64_t token) const { return window && token >= window ? token - window + 1 : 0; }
+  // How many codes a slot has in turn_codes.
+  int turn_items() const { return (2 * turned + 3) / 4 * 4; }
   int64_t qkv_stride() const { return int64_t{heads + 2 * kv_heads} * dim; }
 };
 

@@ -14,11 +14,12 @@
 //     weigh     o[r][d] = o[r][d] alpha + beta sum_s p[r][s] vf[s] v[s][d]
 //
 // Where keys are held less their centre c, the score of the key at position n is q . R(n) (k - c) + q . R(n) c, and of a
-// pair of channels the latter is (q1 c1 + q2 c2) cos(n w) + (q2 c1 - q1 c2) sin(n w): two products a pair and slot.
+// pair of channels the latter is (q1 c1 + q2 c2) cos(n w) + (q2 c1 - q1 c2) sin(n w): two products a pair and slot. In
+// INT4 all pairs have them, and they are made as scores are: integers of 15 or 16 bits by codes of cos and sin.
 //
 // In INT8 q and p vf are integers of 15 or 16 bits, so that both sums are integer dot products over the stored codes:
-// exact, and nothing is ever dequantised; K8V4 is the same but for its values. FP8 is widened as it is read. The integers
-// of p vf are relative to the tile's largest: a sink with a large weight and a small value must not cost the others their
+// exact, and nothing is ever dequantised; codes of 4 bits are widened in registers, and so is FP8. The integers of p vf
+// are relative to the tile's largest: a sink with a large weight and a small value must not cost the others their
 // digits. V's channel scales are applied to the output, and what values are held less is added to it.
 
 #include <math.h>
@@ -29,6 +30,7 @@ namespace {
 
 constexpr float kLog2e = 1.44269504088896f;
 constexpr float kMasked = -3e38f;
+constexpr float kTurnCodes = 127.0f;    // the code of a cosine of 1
 constexpr float kTinyScale = 1e-30f;  // of a query that is all zeros: masked scores must stay far below the others
 constexpr float kLeastFactor = 0x1p-64f, kLargestFactor = 0x1p64f;  // beyond, a row is as good as 0 or not finite
 constexpr int kTileScores = 8192;     // rows * slots of a tile
@@ -115,8 +117,8 @@ struct Int8Values : Int8Rows {
   }
 };
 
-// Values of 4 bits, mixed. What is written are cells of the factor's width, each of which stands for its middle.
-struct Int4Values {
+// Numbers of 4 bits, mixed. What is written are cells of the factor's width, each of which stands for its middle.
+struct Int4Rows {
   using Element = Nibbles;
   static constexpr int kFactorBytes = edgekv::kFactorBytes;
   static constexpr bool kMixed = true;
@@ -129,15 +131,32 @@ struct Int4Values {
     return static_cast<uint8_t>(static_cast<int>(cell < 7.0f ? cell : 7.0f) & 0xF);
   }
 
-  static float store(Nibbles* block, int place, const float* x, int dim) {
+  // The D / 2 bytes of a row, channels i and i + 8 of every 16 in one.
+  static float encode_row(const float* x, int dim, Nibbles* codes) {
     const float factor = row_factor(x, dim, 8.0f);
-    for (int column = 0; column < dim; column += 16) {
-      Nibbles* words = block + (place / 4 * dim + column) * 2 + place % 4;
-      for (int i = 0; i < 8; i++) {
-        const uint8_t low = code(x[column + i], factor), high = code(x[column + 8 + i], factor);
-        words[4 * i].bits = static_cast<uint8_t>(low | high << 4);
-      }
+    for (int i = 0; i < dim / 2; i++) {
+      const float* low = x + i / 8 * 16 + i % 8;
+      codes[i].bits = static_cast<uint8_t>(code(low[0], factor) | code(low[8], factor) << 4);
     }
+    return factor;
+  }
+};
+
+struct Int4Keys : Int4Rows {
+  static float store(Nibbles* block, int place, const float* x, int dim) {
+    Nibbles codes[kMaxDim / 2];
+    const float factor = encode_row(x, dim, codes);
+    for (int i = 0; i < dim / 2; i += 4) memcpy(block + i * kBlock + place * 4, codes + i, 4);
+    return factor;
+  }
+};
+
+struct Int4Values : Int4Rows {
+  static float store(Nibbles* block, int place, const float* x, int dim) {
+    Nibbles codes[kMaxDim / 2];
+    const float factor = encode_row(x, dim, codes);
+    Nibbles* column = block + place / 4 * 2 * dim + place % 4;
+    for (int i = 0; i < dim / 2; i++) column[4 * i] = codes[i];
     return factor;
   }
 };
@@ -198,6 +217,10 @@ struct Int8 {
 
 struct K8V4 : Int8 {
   using Values = Int4Values;
+};
+
+struct Int4 : K8V4 {
+  using Keys = Int4Keys;
 };
 
 template <class Number>
@@ -292,6 +315,19 @@ inline void less(const float* row, const float* centre, int dim, float* out) {
   for (int d = 0; d < dim; d++) out[d] = row[d] - centre[d];
 }
 
+// Take what the codes of a slot's angle make of the centre out of a key that is turned already.
+inline void take_centre(const Problem& p, int kv_head, int64_t slot, float* key) {
+  const float* centre = p.centre + int64_t{kv_head} * p.dim;
+  const int8_t* codes = p.turn_codes + slot / kBlock * kBlock * p.turn_items() + slot % kBlock * 4;
+  for (int i = 0; i < p.turned; i++) {
+    const int8_t* code = codes + i / 2 * 4 * kBlock + i % 2 * 2;
+    const float cosine = code[0] / kTurnCodes, sine = code[1] / kTurnCodes;
+    const int64_t low = p.pairs[i], high = low + p.half;
+    key[low] -= centre[low] * cosine - centre[high] * sine;
+    key[high] -= centre[high] * cosine + centre[low] * sine;
+  }
+}
+
 template <class Cache>
 void append_row(const Problem& p, int64_t token, int kv_head) {
   const int dim = p.dim;
@@ -305,11 +341,12 @@ void append_row(const Problem& p, int64_t token, int kv_head) {
   const float* k_scale = p.k_scale ? p.k_scale + int64_t{kv_head} * dim : nullptr;
   const float* v_scale = p.v_scale ? p.v_scale + int64_t{kv_head} * dim : nullptr;
   float rotated[kMaxDim], left[kMaxDim];
-  if (p.centre) {
+  if (p.centre && !p.turn_codes) {
     less(key, p.centre + int64_t{kv_head} * dim, dim, left);
     key = left;
   }
   rotate(p, key, token, pinned, rotated);
+  if (p.centre && p.turn_codes) take_centre(p, kv_head, slot, rotated);
   store_row(p, keys_of<Cache>(p, kv_head), slot, rotated, k_scale);
   if (p.v_centre) {
     less(value, p.v_centre + int64_t{kv_head} * dim, dim, left);
@@ -338,6 +375,9 @@ struct alignas(64) Work {
   float query_scale[2][kMaxRows];                         // a raw score times this is the score
   int32_t query_sum[2][kMaxRows];                         // for simd::score
   float turn[2][kMaxRows][2 * kMaxTurned];                // of cos and of sin in a raw score, for each pair
+  uint8_t turn_codes[2][kMaxRows * 2 * kMaxTurned * Cache::kQueryBytes];  // INT4: the same, by simd::encode_query
+  int32_t turn_sum[2][kMaxRows];                          // for simd::score
+  float turn_unit[2][kMaxRows];                           // what their sums are to be multiplied by
   float factors[3][kMaxTileSlots];                        // keys' factors; logarithms of the values' factors; 1 / factor
   float maximum[kMaxRows];                                // running, in scores
   float sum[kMaxRows];                                    // running, of the weights
@@ -374,6 +414,21 @@ inline void turn_query(const Problem& p, int kv_head, const float* q, float* tur
   }
 }
 
+// What a query makes of the centre as integers, like the query's own.
+template <class Cache>
+void encode_turn(const Problem& p, int row, bool pinned, bool usable, Work<Cache>& work) {
+  const int items = p.turn_items();
+  float* turn = work.turn[pinned][row];
+  for (int i = 2 * p.turned; i < items; i++) turn[i] = 0;
+  float largest = 0;
+  for (int i = 0; i < items; i++) largest = fabsf(turn[i]) > largest ? fabsf(turn[i]) : largest;
+  usable = usable && largest > 0 && largest < 1e30f;
+  const float step = usable ? largest / simd::kQueryLimit : 0.0f;
+  work.turn_unit[pinned][row] = step / kTurnCodes;
+  uint8_t* target = work.turn_codes[pinned] + int64_t{row} * items * Cache::kQueryBytes;
+  work.turn_sum[pinned][row] = simd::encode_query(turn, usable ? 1.0f / step : 0.0f, usable, items, target);
+}
+
 // A row of the unit's queries: rotated, scaled, and for INT8 made an integer.
 template <class Cache>
 void prepare_query(const Problem& p, const Unit& unit, int row, bool pinned, Work<Cache>& work) {
@@ -403,6 +458,7 @@ void prepare_query(const Problem& p, const Unit& unit, int row, bool pinned, Wor
     work.query_scale[pinned][row] = step;
     work.query_sum[pinned][row] = simd::encode_query(q, usable ? 1.0f / step : 0.0f, usable, dim, target);
     for (int i = 0; i < 2 * p.turned; i++) turn[i] /= step;
+    if (p.turn_codes) encode_turn(p, row, pinned, usable, work);
   }
 }
 
@@ -549,6 +605,30 @@ void add_centre(const Problem& p, const Tile& tile, int row, Work<Cache>& work) 
   for (; i < p.turned; i++) add_turns<1>(p, tile, row, i, work);
 }
 
+// The same for all rows of a tile, from codes of cos and sin: scores against keys of INT8 that all layers share.
+template <class Cache>
+void add_coded_centre(const Problem& p, const Tile& tile, Work<Cache>& work) {
+  using F = typename simd::F;
+  const int items = p.turn_items();
+  float parts[Cache::kScoreRows * kBlock], ones[kBlock];
+  for (float& one : ones) one = 1.0f;
+  for (int block = 0; block < tile.slots; block += kBlock) {
+    const int8_t* codes = p.turn_codes + (tile.slot + block) * items;
+    for (int first = tile.first_row; first < tile.last_row; first += Cache::kScoreRows) {
+      const int rows = static_cast<int>(least(Cache::kScoreRows, tile.last_row - first));
+      const uint8_t* query = work.turn_codes[tile.pinned] + int64_t{first} * items * Cache::kQueryBytes;
+      simd::score(rows, query, work.turn_sum[tile.pinned] + first, codes, ones, items, parts, kBlock);
+      for (int row = 0; row < rows; row++) {
+        float* scores = work.scores + int64_t{first + row} * work.tile_slots + block;
+        const F unit = simd::set(work.turn_unit[tile.pinned][first + row]);
+        for (int i = 0; i < kBlock; i += simd::kWidth) {
+          simd::store(scores + i, simd::fma(simd::load(parts + row * kBlock + i), unit, simd::load(scores + i)));
+        }
+      }
+    }
+  }
+}
+
 // softcap tanh(score / softcap), in place. With e = 2^(2 x log2 e), tanh x = (e - 1) / (e + 1); its absolute error of a
 // few 1e-7 is what counts, because the result is a difference in an exponent.
 inline void cap_scores(float* scores, int slots, float query_scale, float softcap) {
@@ -687,10 +767,13 @@ void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int
   }
   score_tile(p, unit, tile, work);
   plan_ahead(p, unit, slot, slots, work);
+  if constexpr (Cache::Keys::kFactorBytes != 0) {
+    if (p.centre && p.turn_codes) add_coded_centre(p, tile, work);
+  }
   for (int row = tile.first_row; row < tile.last_row; row++) {
     const Span span = visible(p, unit, segment, row);
     const int low = static_cast<int>(most(span.begin - slot, 0)), high = static_cast<int>(least(span.end - slot, slots));
-    if (p.centre) add_centre(p, tile, row, work);
+    if (p.centre && !p.turn_codes) add_centre(p, tile, row, work);
     soften_row(p, row, slots, low, high, work.query_scale[segment.pinned][row], work);
   }
   weigh_tile(p, unit, tile, work);
@@ -777,11 +860,13 @@ void attend(const Problem& p, const Layout& layout, const Unit& unit) {
 const Kernels* EDGEKV_KERNELS(CacheType type) {
   static const Kernels int8{simd::kName, append<Int8>, attend<Int8>};
   static const Kernels k8v4{simd::kName, append<K8V4>, attend<K8V4>};
+  static const Kernels int4{simd::kName, append<Int4>, attend<Int4>};
   static const Kernels fp8{simd::kName, append<Floats<E4m3>>, attend<Floats<E4m3>>};
   static const Kernels floats{simd::kName, append<Floats<float>>, attend<Floats<float>>};
   switch (type) {
     case CacheType::kInt8: return &int8;
     case CacheType::kK8V4: return &k8v4;
+    case CacheType::kInt4: return &int4;
     case CacheType::kFp8: return &fp8;
     default: return &floats;
   }

@@ -82,12 +82,22 @@ struct simd {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
 
+  // Sixteen codes of 4 bits, the lower or upper ones of so many bytes, each sixteen times.
+  static __m128i sixteen(const Nibbles* x, bool lower) {
+    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    return _mm_and_si128(lower ? _mm_slli_epi16(both, 4) : both, _mm_set1_epi8(static_cast<char>(0xF0)));
+  }
+
   // Four slots of four channels out of the sixteen at x, the i-th four, as int16.
   static __m256i four_channels(const int8_t* x, int i) { return widen(x + 16 * i); }
   static __m256i four_channels(const Nibbles* x, int i) {
-    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i % 2 * 16));
-    const __m128i upper = i < 2 ? _mm_slli_epi16(both, 4) : both;
-    return _mm256_cvtepi8_epi16(_mm_and_si128(upper, _mm_set1_epi8(static_cast<char>(0xF0))));
+    return _mm256_cvtepi8_epi16(sixteen(x + i % 2 * 16, i < 2));
+  }
+
+  // Four channels of the four slots at x as int16; of Nibbles the i-th four of sixteen, the middles of their cells.
+  static __m256i four_slots(const int8_t* x, int) { return widen(x); }
+  static __m256i four_slots(const Nibbles* x, int i) {
+    return _mm256_cvtepi8_epi16(_mm_or_si128(sixteen(x + i % 2 * 64, i < 2), _mm_set1_epi8(8)));
   }
 
   // Two vectors of pairs to be added -> their eight sums in order.
@@ -95,21 +105,26 @@ struct simd {
     return _mm256_cvtepi32_ps(_mm256_permute4x64_epi64(_mm256_hadd_epi32(x, y), 0xD8));
   }
 
-  template <int R>
-  static void score_rows(const uint8_t* queries, const int8_t* keys, const float* factors, int dim, float* out,
+  // `Code` is int8_t, or Nibbles for two codes.
+  template <int R, class Code>
+  static void score_rows(const uint8_t* queries, const Code* keys, const float* factors, int dim, float* out,
                          int stride) {
+    constexpr int kFours = fours_of(static_cast<const Code*>(nullptr));
     for (int half = 0; half < kBlock; half += 8) {  // eight slots at a time, so that the sums stay in registers
       __m256i sums[R][2];
       EDGEKV_UNROLL
       for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-      for (int d = 0; d < dim; d += 4) {
-        const int8_t* k = keys + d * kBlock + half * 4;
-        const __m256i low = widen(k), high = widen(k + 16);
+      for (int d = 0; d < dim; d += 4 * kFours) {
+        const Code* k = keys + codes_in(keys, d * kBlock) + half * 4;
         EDGEKV_UNROLL
-        for (int r = 0; r < R; r++) {
-          const __m256i q = four(queries + 2 * (int64_t{r} * dim + d));
-          sums[r][0] = _mm256_add_epi32(sums[r][0], _mm256_madd_epi16(q, low));
-          sums[r][1] = _mm256_add_epi32(sums[r][1], _mm256_madd_epi16(q, high));
+        for (int i = 0; i < kFours; i++) {
+          const __m256i low = four_slots(k, i), high = four_slots(k + 16, i);
+          EDGEKV_UNROLL
+          for (int r = 0; r < R; r++) {
+            const __m256i q = four(queries + 2 * (int64_t{r} * dim + d + 4 * i));
+            sums[r][0] = _mm256_add_epi32(sums[r][0], _mm256_madd_epi16(q, low));
+            sums[r][1] = _mm256_add_epi32(sums[r][1], _mm256_madd_epi16(q, high));
+          }
         }
       }
       EDGEKV_UNROLL
@@ -119,7 +134,8 @@ struct simd {
     }
   }
 
-  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, const float* factors, int dim,
+  template <class Code>
+  static void score(int rows, const uint8_t* queries, const int32_t*, const Code* keys, const float* factors, int dim,
                     float* out, int stride) {
     switch (rows) {
       case 4: return score_rows<4>(queries, keys, factors, dim, out, stride);
@@ -135,7 +151,6 @@ struct simd {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + 2 * i), _mm256_castsi256_si128(packed));
   }
 
-  // `Code` is int8_t, or Nibbles for two codes.
   template <int R, class Code>
   EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
                                       float* out, const float* alpha, const float* beta) {

@@ -105,24 +105,40 @@ struct simd {
 #endif
   }
 
-  template <int R>
-  EDGEKV_APART static void score_rows(const uint8_t* queries, const int32_t* query_sums, const int8_t* keys,
+  // Four channels of sixteen slots, made unsigned by adding 128; of Nibbles the i-th four of sixteen channels, and the
+  // middles of their cells.
+  static __m512i four_channels(const int8_t* x, int) {
+    return _mm512_xor_si512(_mm512_loadu_si512(x), _mm512_set1_epi8(-128));
+  }
+  static __m512i four_channels(const Nibbles* x, int i) {
+    const __m512i both = _mm512_loadu_si512(x + i % 2 * 64), upper = i < 2 ? _mm512_slli_epi16(both, 4) : both;
+    constexpr int kAndXor = 0x6A;  // (a & b) ^ c
+    return _mm512_ternarylogic_epi32(upper, _mm512_set1_epi8(static_cast<char>(0xF0)),
+                                     _mm512_set1_epi8(static_cast<char>(0x88)), kAndXor);
+  }
+
+  // `Code` is int8_t, or Nibbles for two codes.
+  template <int R, class Code>
+  EDGEKV_APART static void score_rows(const uint8_t* queries, const int32_t* query_sums, const Code* keys,
                                       const float* factors, int dim, float* out, int stride) {
+    constexpr int kFours = fours_of(static_cast<const Code*>(nullptr));
     __m512i high[R], low[R];
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
       high[r] = _mm512_setzero_si512();
       low[r] = _mm512_set1_epi32(-query_sums[r]);
     }
-    const __m512i shift = _mm512_set1_epi8(-128);
     const F factor = load(factors);
-    for (int d = 0; d < dim; d += 4) {
-      const __m512i k = _mm512_xor_si512(_mm512_loadu_si512(keys + d * kBlock), shift);
+    for (int d = 0; d < dim; d += 4 * kFours) {
       EDGEKV_UNROLL
-      for (int r = 0; r < R; r++) {
-        const uint8_t* q = queries + 2 * int64_t{r} * dim + d;
-        dot_four(high[r], k, q);
-        dot_four(low[r], k, q + dim);
+      for (int i = 0; i < kFours; i++) {
+        const __m512i k = four_channels(keys + codes_in(keys, d * kBlock), i);
+        EDGEKV_UNROLL
+        for (int r = 0; r < R; r++) {
+          const uint8_t* q = queries + 2 * int64_t{r} * dim + d + 4 * i;
+          dot_four(high[r], k, q);
+          dot_four(low[r], k, q + dim);
+        }
       }
     }
     EDGEKV_UNROLL
@@ -132,7 +148,8 @@ struct simd {
     }
   }
 
-  static void score(int rows, const uint8_t* queries, const int32_t* sums, const int8_t* keys, const float* factors,
+  template <class Code>
+  static void score(int rows, const uint8_t* queries, const int32_t* sums, const Code* keys, const float* factors,
                     int dim, float* out, int stride) {
     switch (rows) {
       case 8: return score_rows<8>(queries, sums, keys, factors, dim, out, stride);
@@ -164,7 +181,6 @@ struct simd {
     return _mm512_and_si512(_mm512_sllv_epi16(both, places), _mm512_set1_epi8(static_cast<char>(0xF0)));
   }
 
-  // `Code` is int8_t, or Nibbles for two codes.
   template <int R, int N, class Code>
   EDGEKV_APART static void weigh_columns(const uint8_t* weights, int stride, const Code* values, int low, int high,
                                          int dim, float* out, const float* alpha, const float* beta) {

@@ -76,27 +76,44 @@ struct simd {
     return vreinterpretq_s8_s32(vdupq_n_s32(word));
   }
 
-  template <int R>
-  EDGEKV_APART static void score_rows(const uint8_t* queries, const int8_t* keys, const float* factors, int dim,
+  // Sixteen codes of 4 bits, the lower or upper ones of so many bytes, each sixteen times.
+  static int8x16_t sixteen(const Nibbles* x, bool lower) {
+    const int8x16_t both = vld1q_s8(reinterpret_cast<const int8_t*>(x));
+    return lower ? vshlq_n_s8(both, 4) : vandq_s8(both, vdupq_n_s8(static_cast<int8_t>(0xF0)));
+  }
+
+  // Four channels of the four slots at x; of Nibbles the i-th four of sixteen, and the middles of their cells.
+  static int8x16_t four_slots(const int8_t* x, int) { return vld1q_s8(x); }
+  static int8x16_t four_slots(const Nibbles* x, int i) {
+    return vorrq_s8(sixteen(x + i % 2 * 64, i < 2), vdupq_n_s8(8));
+  }
+
+  // `Code` is int8_t, or Nibbles for two codes.
+  template <int R, class Code>
+  EDGEKV_APART static void score_rows(const uint8_t* queries, const Code* keys, const float* factors, int dim,
                                       float* out, int stride) {
+    constexpr int kFours = fours_of(static_cast<const Code*>(nullptr));
     int32x4_t high[R][4], low[R][4];
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {
       EDGEKV_UNROLL
       for (int i = 0; i < 4; i++) high[r][i] = low[r][i] = vdupq_n_s32(0);
     }
-    for (int d = 0; d < dim; d += 4) {
-      int8x16_t k[4];
+    for (int d = 0; d < dim; d += 4 * kFours) {
       EDGEKV_UNROLL
-      for (int i = 0; i < 4; i++) k[i] = vld1q_s8(keys + d * kBlock + 16 * i);
-      EDGEKV_UNROLL
-      for (int r = 0; r < R; r++) {
-        const uint8_t* q = queries + 2 * int64_t{r} * dim + d;
-        const int8x16_t first = four(q), second = four(q + dim);
+      for (int f = 0; f < kFours; f++) {
+        int8x16_t k[4];
         EDGEKV_UNROLL
-        for (int i = 0; i < 4; i++) {
-          high[r][i] = vdotq_s32(high[r][i], k[i], first);
-          low[r][i] = vdotq_s32(low[r][i], k[i], second);
+        for (int i = 0; i < 4; i++) k[i] = four_slots(keys + codes_in(keys, d * kBlock) + 16 * i, f);
+        EDGEKV_UNROLL
+        for (int r = 0; r < R; r++) {
+          const uint8_t* q = queries + 2 * int64_t{r} * dim + d + 4 * f;
+          const int8x16_t first = four(q), second = four(q + dim);
+          EDGEKV_UNROLL
+          for (int i = 0; i < 4; i++) {
+            high[r][i] = vdotq_s32(high[r][i], k[i], first);
+            low[r][i] = vdotq_s32(low[r][i], k[i], second);
+          }
         }
       }
     }
@@ -110,7 +127,8 @@ struct simd {
     }
   }
 
-  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, const float* factors, int dim,
+  template <class Code>
+  static void score(int rows, const uint8_t* queries, const int32_t*, const Code* keys, const float* factors, int dim,
                     float* out, int stride) {
     switch (rows) {
       case 3: return score_rows<3>(queries, keys, factors, dim, out, stride);
@@ -132,12 +150,8 @@ struct simd {
 
   // Four slots of four channels out of the sixteen at x, the i-th four.
   static int8x16_t four_channels(const int8_t* x, int i) { return vld1q_s8(x + 16 * i); }
-  static int8x16_t four_channels(const Nibbles* x, int i) {
-    const int8x16_t both = vld1q_s8(reinterpret_cast<const int8_t*>(x + i % 2 * 16));
-    return i < 2 ? vshlq_n_s8(both, 4) : vandq_s8(both, vdupq_n_s8(static_cast<int8_t>(0xF0)));
-  }
+  static int8x16_t four_channels(const Nibbles* x, int i) { return sixteen(x + i % 2 * 16, i < 2); }
 
-  // `Code` is int8_t, or Nibbles for two codes.
   template <int R, class Code>
   EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
                                       float* out, const float* alpha, const float* beta) {

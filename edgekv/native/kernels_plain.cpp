@@ -95,17 +95,24 @@ struct simd {
     return 0;
   }
 
+  // A slot's key in a block, its d-th number; of Nibbles the middle of its cell.
+  static int32_t number(const int8_t* keys, int slot, int d) { return keys[(d / 4 * kBlock + slot) * 4 + d % 4]; }
+  static int32_t number(const Nibbles* keys, int slot, int d) {
+    const Nibbles both = keys[((d / 16 * 2 + d % 8 / 4) * kBlock + slot) * 4 + d % 4];
+    return (d % 16 < 8 ? both.low() : both.high()) | 8;
+  }
+
   // Raw scores of `rows` queries (at most kInt8ScoreRows) against one block of keys, times the keys' factors.
-  static void score(int rows, const uint8_t* queries, const int32_t*, const int8_t* keys, const float* factors, int dim,
+  template <class Code>
+  static void score(int rows, const uint8_t* queries, const int32_t*, const Code* keys, const float* factors, int dim,
                     float* out, int stride) {
     for (int r = 0; r < rows; r++) {
       int32_t sums[kBlock] = {};
       for (int d = 0; d < dim; d += 4) {
         int16_t q[4];
         memcpy(q, queries + 2 * (int64_t{r} * dim + d), sizeof q);
-        const int8_t* k = keys + d * kBlock;
         for (int s = 0; s < kBlock; s++) {
-          sums[s] += q[0] * k[4 * s] + q[1] * k[4 * s + 1] + q[2] * k[4 * s + 2] + q[3] * k[4 * s + 3];
+          for (int i = 0; i < 4; i++) sums[s] += q[i] * number(keys, s, d + i);
         }
       }
       for (int s = 0; s < kBlock; s++) out[int64_t{r} * stride + s] = static_cast<float>(sums[s]) * factors[s];

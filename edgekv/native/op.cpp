@@ -3,7 +3,7 @@
 //     inputs    qkv      float [1, T, (H + 2 K) D]   packed queries, keys and values of the new tokens
 //               keys     int8 [1, K, slots, D + 2], float or uint8 (FP8) [1, K, slots, D]   the cache, written in place;
 //                        kernels.h has its order: in INT8 a head's codes and then the factors of its rows, two bytes each
-//               values   like keys, or beside INT8 keys of 4 bits, int8 [1, K, slots, D / 2 + 2]
+//               values   like keys, or beside INT8 keys of 4 bits, int8 [1, K, slots, D / 2 + 2]; in INT4 so are both
 //               state    int64 [4 P]   cached tokens before, evicted tokens, pinned tokens S, capacity C. With P > 1
 //                        tokens are evicted within the run: four numbers for each part of it, and a part ends where the
 //                        cache is full. The parts are done in turn, as if each were a run of its own
@@ -12,7 +12,8 @@
 //               scales   float [2, K, D]   of keys (before they are mixed) and of values; not with float
 //               centre   float [K, D]   what is taken out of keys before they turn; with the next two, or left out
 //               pairs    int64 [P]   where the centre is not zero: channels pairs[i] and pairs[i] + R / 2
-//               turns    float [2, P, slots]   cos and sin of those pairs at the angle of each slot's key
+//               turns    float [2, P, slots]   cos and sin of those pairs at the angle of each slot's key; in INT4
+//                        int8 [slots, 2 P filled up to a multiple of 4], see Problem::turn_codes
 //               value_centre  float [K, D]   what is taken out of values and added to the output, or left out
 //     output    float [1, T, H D]
 //     attributes  num_heads, kv_num_heads (int), scale (float, 0 is 1 / sqrt(D)), softcap (float, 0 is none), window
@@ -47,7 +48,7 @@ class CachedAttention {
       {ort::kFloat, ort::kOptional},  // scales
       {ort::kFloat, ort::kOptional},  // centre
       {ort::kInt64, ort::kOptional},  // pairs
-      {ort::kFloat, ort::kOptional},  // turns
+      {ort::kUndefined, ort::kOptional},  // turns
       {ort::kFloat, ort::kOptional},  // value_centre
   };
 
@@ -89,9 +90,9 @@ class CachedAttention {
     check(api.GetInputCount(context, &count));
     const Tensor scales = count > 5 ? input(context, 5) : Tensor{};
     require(qkv.is(ort::kFloat, 3) && qkv.dims[0] == 1, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
-    const CacheType type = cache_type(keys, values);
-    const int64_t tokens = qkv.dims[1], dim = keys.dims[3] - (keys.type == ort::kInt8 ? kFactorBytes : 0);
+    const int64_t tokens = qkv.dims[1], dim = qkv.dims[2] / (heads_ + 2 * kv_heads_);
     require(qkv.dims[2] == (heads_ + 2 * kv_heads_) * dim, "CachedAttention: qkv is not float [1, T, (H + 2 K) D]");
+    const CacheType type = cache_type(keys, values, dim);
     require(state.is(ort::kInt64, 1) && state.dims[0] >= 4 && state.dims[0] % 4 == 0,
             "CachedAttention: state is not int64 [4 P]");
     Problem problem{};
@@ -131,17 +132,20 @@ class CachedAttention {
   }
 
   // How the cache is held, as the tensors' types and shapes say.
-  CacheType cache_type(const Tensor& keys, const Tensor& values) const {
+  CacheType cache_type(const Tensor& keys, const Tensor& values, int64_t dim) const {
     const bool coded = keys.type == ort::kInt8;
     require(coded || keys.type == ort::kFloat || keys.type == ort::kUint8,
             "CachedAttention: the cache is neither int8 nor float nor uint8");
     require(keys.is(keys.type, 4) && keys.dims[0] == 1 && keys.dims[1] == kv_heads_,
-            "CachedAttention: keys are not [1, K, slots, D] (in INT8 D + 2)");
+            "CachedAttention: keys are not [1, K, slots, row]");
     require(values.is(keys.type, 4), "CachedAttention: values are not of the type of keys");
     for (int i = 0; i < 3; i++) require(values.dims[i] == keys.dims[i], "CachedAttention: values have not keys' shape");
-    const int64_t codes = keys.dims[3] - kFactorBytes;
-    if (coded && values.dims[3] == codes / 2 + kFactorBytes) return CacheType::kK8V4;
-    require(values.dims[3] == keys.dims[3], "CachedAttention: values have not keys' shape");
+    const auto rows_have = [&](int64_t k, int64_t v) { return keys.dims[3] == k && values.dims[3] == v; };
+    const int64_t whole = dim + kFactorBytes, halves = dim / 2 + kFactorBytes;
+    if (coded && rows_have(whole, halves)) return CacheType::kK8V4;
+    if (coded && rows_have(halves, halves)) return CacheType::kInt4;
+    require(coded ? rows_have(whole, whole) : rows_have(dim, dim),
+            "CachedAttention: rows of keys or values are not of D numbers");
     return coded ? CacheType::kInt8 : keys.type == ort::kFloat ? CacheType::kFloat : CacheType::kFp8;
   }
 
@@ -186,12 +190,18 @@ class CachedAttention {
     problem.centre = centre_of(centre, dim);
     if (!problem.centre) return;  // it is left out
     require(pairs.is(ort::kInt64, 1), "CachedAttention: pairs are not int64 [P]");
-    require(turns.is(ort::kFloat, 3) && turns.dims[0] == 2 && turns.dims[1] == pairs.dims[0] &&
-                turns.dims[2] == problem.slots,
-            "CachedAttention: turns are not float [2, P, slots]");
     problem.pairs = static_cast<const int64_t*>(pairs.data);
-    problem.turns = static_cast<const float*>(turns.data);
     problem.turned = static_cast<int>(pairs.dims[0] <= kMaxTurned ? pairs.dims[0] : -1);
+    if (problem.type == CacheType::kInt4) {
+      require(turns.is(ort::kInt8, 2) && turns.dims[0] == problem.slots && turns.dims[1] == problem.turn_items(),
+              "CachedAttention: turns are not int8 [slots, 2 P]");
+      problem.turn_codes = static_cast<const int8_t*>(turns.data);
+    } else {
+      require(turns.is(ort::kFloat, 3) && turns.dims[0] == 2 && turns.dims[1] == pairs.dims[0] &&
+                  turns.dims[2] == problem.slots,
+              "CachedAttention: turns are not float [2, P, slots]");
+      problem.turns = static_cast<const float*>(turns.data);
+    }
   }
 
   int64_t heads_, kv_heads_;

@@ -50,19 +50,22 @@ struct Case {
   double fp8_step = 1;            // FP8: scales relative to what is usual of keys and values
   bool same = false;              // all values are one number, the largest that their codes have
   double centre = 0;              // how large a centre values are held without, beside what is left
+  double k_centre = 0;            // the same of keys, INT4 only
 
   int pairs() const { return half < 0 ? dim / 2 : half; }
 };
 
 // Everything that a problem points at.
 struct Memory {
-  std::vector<float> qkv, k_scale, v_scale, v_centre, cos, sin, cos_pinned, sin_pinned, out;
+  std::vector<float> qkv, k_scale, v_scale, k_centre, v_centre, cos, sin, cos_pinned, sin_pinned, out;
   std::vector<uint8_t> cache[2];  // keys and values, as the operator has them
+  std::vector<int64_t> pairs;     // of channels whose keys have a centre
+  std::vector<int8_t> turn_codes; // of each slot and pair, whatever they are
   Problem problem{};
 };
 
 const char* name_of(CacheType type) {
-  const char* names[] = {"float", "int8", "k8v4", "fp8"};
+  const char* names[] = {"float", "int8", "k8v4", "fp8", "int4"};
   return names[static_cast<int>(type)];
 }
 
@@ -99,8 +102,8 @@ struct Held {
   const Problem& p;
   bool value;
 
-  bool nibbles() const { return p.type == CacheType::kK8V4 && value; }
-  bool coded() const { return p.type == CacheType::kInt8 || p.type == CacheType::kK8V4; }
+  bool nibbles() const { return p.type == CacheType::kInt4 || (p.type == CacheType::kK8V4 && value); }
+  bool coded() const { return p.type != CacheType::kFloat && p.type != CacheType::kFp8; }
   bool mixed() const { return coded() && (!value || nibbles()); }
   bool scaled() const { return p.type != CacheType::kFloat; }
   double limit() const { return nibbles() ? 8 : 127; }
@@ -115,7 +118,8 @@ struct Held {
     const int64_t block = slot / 16 * number_bytes() * 16, s = slot % 16;
     int64_t place = 0;
     if (nibbles()) {
-      place = ((s / 4 * (p.dim / 16) + d / 16) * 8 + d % 8) * 4 + s % 4;
+      const int64_t pair = d / 16 * 8 + d % 8;
+      place = value ? (s / 4 * (p.dim / 2) + pair) * 4 + s % 4 : (pair / 4 * 16 + s) * 4 + pair % 4;
     } else if (coded()) {
       place = value ? (s / 4 * p.dim + d) * 4 + s % 4 : (d / 4 * 16 + s) * 4 + d % 4;
     } else {
@@ -191,6 +195,15 @@ Memory make(const Case& c, std::mt19937& random) {
   for (size_t i = 0; c.centre != 0 && i < channels; i++) {
     m.v_centre.push_back(static_cast<float>(normal(random) * c.centre * c.v_size));
   }
+  for (size_t i = 0; c.k_centre != 0 && i < channels; i++) {
+    m.k_centre.push_back(static_cast<float>(normal(random) * c.k_centre * c.k_size));
+  }
+  for (int64_t pair = 0; c.k_centre != 0 && pair < c.pairs(); pair++) {
+    if (random() % 8) m.pairs.push_back(pair);
+  }
+  for (size_t i = 0; i < (2 * m.pairs.size() + 3) / 4 * 4 * static_cast<size_t>(slots); i++) {
+    m.turn_codes.push_back(static_cast<int8_t>(random() % 255 - 127));
+  }
   for (int64_t t = 0; t < c.tokens; t++) {
     for (int i = 0; i < heads * c.dim; i++) m.qkv.push_back(static_cast<float>(normal(random) * (c.flat ? 1e-3 : 2)));
     for (int part = 0; part < 2; part++) {
@@ -231,6 +244,10 @@ void connect(Memory& m) {
   p.k_scale = scaled ? m.k_scale.data() : nullptr;
   p.v_scale = scaled ? m.v_scale.data() : nullptr;
   p.v_centre = m.v_centre.empty() ? nullptr : m.v_centre.data();
+  p.centre = m.k_centre.empty() ? nullptr : m.k_centre.data();
+  p.turn_codes = m.k_centre.empty() ? nullptr : m.turn_codes.data();
+  p.pairs = m.pairs.data();
+  p.turned = static_cast<int>(m.pairs.size());
   p.cos = m.cos.data();
   p.sin = m.sin.data();
   p.cos_pinned = m.cos_pinned.data();
@@ -319,6 +336,21 @@ std::vector<double> rotated(const Problem& p, const float* x, int64_t token, boo
   return y;
 }
 
+// What a slot's codes of cos and sin make of the keys' centre.
+std::vector<double> turned_centre(const Problem& p, int head, int64_t slot) {
+  std::vector<double> out(p.dim);
+  for (int i = 0; p.centre && i < p.turned; i++) {
+    const auto code = [&](int item) {
+      return p.turn_codes[slot / 16 * 16 * p.turn_items() + item / 4 * 64 + slot % 16 * 4 + item % 4] / 127.0;
+    };
+    const int64_t low = p.pairs[i], high = low + p.half;
+    const double c1 = p.centre[head * p.dim + low], c2 = p.centre[head * p.dim + high];
+    out[low] = c1 * code(2 * i) - c2 * code(2 * i + 1);
+    out[high] = c2 * code(2 * i) + c1 * code(2 * i + 1);
+  }
+  return out;
+}
+
 // The factor of a row is the least that keeps its codes within the limit, rounded up to 8 bits of mantissa.
 bool check_factor(double found, const std::vector<double>& row, double limit) {
   double largest = 0;
@@ -358,7 +390,10 @@ bool check_rows(const Memory& m, std::vector<bool> touched[2]) {
       const float* key = p.qkv + t * p.qkv_stride() + (p.heads + head) * p.dim;
       const float* value = key + p.kv_heads * p.dim;
       const bool pinned = p.state.evicted && cached < p.state.pinned && !p.state.ring;
-      const auto k = to_store({p, false}, rotated(p, key, t, pinned), head);
+      auto whole = rotated(p, key, t, pinned);
+      const auto centre = turned_centre(p, head, slot);
+      for (int d = 0; d < p.dim; d++) whole[d] -= centre[d];
+      const auto k = to_store({p, false}, whole, head);
       std::vector<double> left(value, value + p.dim);
       for (int d = 0; p.v_centre && d < p.dim; d++) left[d] = value[d] - p.v_centre[head * p.dim + d];
       const auto v = to_store({p, true}, left, head);
@@ -372,7 +407,12 @@ bool check_rows(const Memory& m, std::vector<bool> touched[2]) {
 std::vector<std::vector<std::vector<double>>> all_rows(const Memory& m, bool value) {
   std::vector<std::vector<std::vector<double>>> rows(m.problem.kv_heads);
   for (int head = 0; head < m.problem.kv_heads; head++) {
-    for (int64_t slot = 0; slot < m.problem.slots; slot++) rows[head].push_back(row_of(m, value, head, slot));
+    for (int64_t slot = 0; slot < m.problem.slots; slot++) {
+      rows[head].push_back(row_of(m, value, head, slot));
+      if (value) continue;
+      const auto centre = turned_centre(m.problem, head, slot);
+      for (int d = 0; d < m.problem.dim; d++) rows[head].back()[d] += centre[d];
+    }
   }
   return rows;
 }
@@ -447,13 +487,13 @@ bool check(const Case& c, const Kernels& kernels, unsigned seed) {
   if (good && error <= kTolerance) return true;
   std::printf("FAILED %s %s: group %d, kv heads %d, dim %d, tokens %lld, before %lld, evicted %lld, pinned %lld, "
               "capacity %lld, ring %lld, window %lld, softcap %g, scale %g, pairs %d, k size %g, v size %g, flat %d, "
-              "uneven %g, FP8 step %g, same %d, centre %g, seed %u: error %g%s\n",
+              "uneven %g, FP8 step %g, same %d, centre %g, of keys %g, seed %u: error %g%s\n",
               kernels.name, name_of(c.type), c.group, c.kv_heads, c.dim,
               static_cast<long long>(c.tokens), static_cast<long long>(c.state.before),
               static_cast<long long>(c.state.evicted), static_cast<long long>(c.state.pinned),
               static_cast<long long>(c.state.capacity), static_cast<long long>(c.state.ring),
               static_cast<long long>(c.window), c.softcap, c.scale, c.pairs(), c.k_size, c.v_size, c.flat, c.uneven,
-              c.fp8_step, c.same, c.centre, seed, error, good ? "" : ", and the cache is wrong");
+              c.fp8_step, c.same, c.centre, c.k_centre, seed, error, good ? "" : ", and the cache is wrong");
   return false;
 }
 
@@ -473,8 +513,8 @@ void add_window(Case& c, std::mt19937& random) {
 
 Case random_case(std::mt19937& random) {
   Case c;
-  c.type = pick(random, {CacheType::kInt8, CacheType::kInt8, CacheType::kK8V4, CacheType::kK8V4, CacheType::kFp8,
-                         CacheType::kFloat});
+  c.type = pick(random, {CacheType::kInt8, CacheType::kInt8, CacheType::kK8V4, CacheType::kInt4, CacheType::kInt4,
+                         CacheType::kFp8, CacheType::kFloat});
   c.group = pick(random, {1, 2, 3, 4, 5, 7, 8, 16});
   c.kv_heads = pick(random, {1, 2, 3});
   c.dim = pick(random, {16, 32, 64, 80, 96, 128, 192, 256});
@@ -495,6 +535,7 @@ Case random_case(std::mt19937& random) {
   c.fp8_step = pick(random, {1.0, 1e-2, 1e2, 1e-4});  // codes about 1, 100, the smallest there are, and beyond the largest
   if (random() % 3 == 0) add_window(c, random);
   if (random() % 3 == 0) c.centre = pick(random, {0.5, 5.0, 50.0});
+  if (c.type == CacheType::kInt4 && !c.state.ring && random() % 2) c.k_centre = pick(random, {0.1, 1.0});
   return c;
 }
 

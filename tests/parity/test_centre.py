@@ -219,7 +219,7 @@ def with_value_centre(scales: KVScales) -> KVScales:
     return replace(scales, v_centre=limits * signs, v=scales.v * 1.5)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "k8v4", "fp8"])
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4", "fp8"])
 def test_values_have_their_centre_again(
     model: ConvertedModel, engines: Any, open_torch: Open, open_onnx: Open, dtype: KVDtype
 ) -> None:
@@ -229,7 +229,7 @@ def test_values_have_their_centre_again(
     whole = replace(calibrated(model, reference, scales_dtype(dtype)), v_centre=None)
     scales, wanted = with_value_centre(whole), stream(reference, IDS)
     rows = [reference.rows(layer, 0, reference.length)[1] for layer in range(model.spec.num_layers)]
-    for opens in (open_onnx,) if dtype == "k8v4" else (open_onnx, open_torch):
+    for opens in (open_onnx,) if dtype in ("k8v4", "int4") else (open_onnx, open_torch):
         plain, engine = opens(model, kv, whole), opens(model, kv, scales)
         errors = [np.median(relative_errors(stream(each, IDS), wanted)) for each in (plain, engine)]
         assert errors[1] < 3 * errors[0]  # measured 1.3 to 2.1: what is left is larger; not put back 1.2 in all

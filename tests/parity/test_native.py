@@ -38,7 +38,7 @@ from edgekv.errors import CacheFull, InvalidOption, UnsupportedModel
 from edgekv.generate import Timeline
 from edgekv.kv.quant import E4M3, quantize
 from edgekv.kv.rows import code_items, mixed_channels, operator_scales, own_rows, pack
-from edgekv.kv.spec import ROW_FACTORS, KVDtype, KVSpec, scales_dtype
+from edgekv.kv.spec import BITS, ROW_FACTORS, KVDtype, KVSpec, scales_dtype
 from edgekv.kv.window import Move
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import AttentionSpec, ModelSpec, RopeSpec
@@ -68,6 +68,7 @@ def open_native(open_onnx: OpenEngine) -> OpenEngine:
 NUMBERS: dict[KVDtype, int] = {
     "int8": TensorProto.INT8,
     "k8v4": TensorProto.INT8,
+    "int4": TensorProto.INT8,
     "fp8": TensorProto.UINT8,
     "float": TensorProto.FLOAT,
 }
@@ -234,8 +235,11 @@ class Operator:
         if self.dtype == "fp8":
             return fp8_bits(quantize(random.normal(size=shape) * 25, np.float32(1), "fp8"))
         factors = np.exp2(random.integers(-3, 2, (*shape[:2], 1))).astype(np.float32)
-        if (self.dtype, part) == ("k8v4", "v"):  # as large as new ones: r f (H code) / n with codes of 4.6 on average
-            factors *= np.float32(np.sqrt(mixed_channels(call.dim)) * call.size / 4.6 / np.sqrt(4 * call.size / 127))
+        if (
+            BITS[self.dtype]["kv".index(part)] == 4
+        ):  # as large as new ones: r f (H code) / n, codes being 4.6 on average
+            r = np.sqrt(4 * call.size / 127) if part == "v" else 1
+            factors *= np.float32(np.sqrt(mixed_channels(call.dim)) * call.size / 4.6 / r)
         return pack(random.integers(-127, 128, shape), factors)
 
     @property
@@ -295,12 +299,12 @@ def codes_of(rows: Any, dtype: KVDtype, part: str) -> Any:
     if dtype == "fp8":
         return np.where(rows < 128, rows.astype(int), 128 - rows.astype(int))
     codes = rows[..., :-2].astype(int)
-    if (dtype, part) != ("k8v4", "v"):
+    if BITS[dtype]["kv".index(part)] == 8:
         return codes
     return np.concatenate([(codes % 16 ^ 8) - 8, codes >> 4], axis=-1)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "k8v4", "fp8", "float"])
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4", "fp8", "float"])
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_operator_equals_the_twin(call: Call, dtype: KVDtype) -> None:
     """Written rows are the reference's, other rows are untouched, the output is the twin's."""
@@ -497,16 +501,19 @@ def test_same_as_group_query_attention(
 
 
 def test_values_of_4_bits_cost_more_than_8_and_less_than_4_for_all(
-    tiny_models: TinyModels, open_native: OpenEngine, open_onnx: OpenEngine
+    tiny_models: TinyModels, open_onnx: OpenEngine
 ) -> None:
-    """K8V4 with INT8's scales, between INT8 and GroupQueryAttention's INT4, through evictions."""
+    """K8V4 with INT8's scales, between INT8 and INT4, and that before GroupQueryAttention's INT4, through evictions."""
     ids, model = random_ids(300), tiny_models.converted("llama")
     exact = reference(tiny_models, "llama", 64, 8, 4).run(ids)
     errors = []
-    for dtype, opens in (("int8", open_native), ("k8v4", open_native), ("int4", open_onnx)):
-        engine = opens(model, KVSpec(64, dtype, sinks=4, stride=8), scales_for(tiny_models, "llama", dtype))
+    cases = (("int8", "native"), ("k8v4", "native"), ("int4", "native"), ("int4", "gqa"))
+    for dtype, attention in cases:
+        kv, scales = KVSpec(64, dtype, sinks=4, stride=8), scales_for(tiny_models, "llama", dtype)
+        engine = open_onnx(model, kv, scales, attention=attention)
         errors.append(relative_errors(run(engine, ids)[0], exact).mean())
-    assert 2 * errors[0] < errors[1] < 0.7 * errors[2]
+    assert 2 * errors[0] < errors[1] < errors[2] < errors[3]
+    assert errors[1] < 0.7 * errors[3]
 
 
 def close(found: Any, wanted: Any, dtype: KVDtype) -> None:
@@ -515,7 +522,7 @@ def close(found: Any, wanted: Any, dtype: KVDtype) -> None:
     assert errors.max() < 1e-5 if dtype == "float" else errors.mean() < (0.01 if dtype == "int8" else 0.05)
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "fp8"])
+@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "int4", "fp8"])
 def test_one_by_one_equals_all_at_once(tiny_models: TinyModels, open_native: OpenEngine, dtype: KVDtype) -> None:
     """Case C07: decoding and prefill are different kernels and give the same cache, before and after evictions."""
     ids = random_ids(150)
@@ -531,7 +538,7 @@ def test_one_by_one_equals_all_at_once(tiny_models: TinyModels, open_native: Ope
         assert relative_errors(results[1], results[0]).max() < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "fp8"])
+@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "int4", "fp8"])
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
 def test_a_run_over_evictions(
     tiny_models: TinyModels, open_native: OpenEngine, dtype: KVDtype, windows: bool, monkeypatch: pytest.MonkeyPatch
@@ -604,7 +611,7 @@ def test_parts_that_do_not_fit_are_an_error(state: list[int]) -> None:
         np.testing.assert_array_equal(block, old)
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "fp8"])
+@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "int4", "fp8"])
 def test_a_saved_ring_is_put_back(tiny_models: TinyModels, open_native: OpenEngine, dtype: KVDtype) -> None:
     """After the ring has turned: rows come out in the order of tokens, and the copy goes on as the original does."""
     ids = random_ids(220)
@@ -675,7 +682,7 @@ def test_truncate_then_go_on(tiny_models: TinyModels, open_native: OpenEngine) -
         gqa.close()
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "fp8"])
+@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "int4", "fp8"])
 def test_free_slots_are_never_read(tiny_models: TinyModels, open_native: OpenEngine, dtype: KVDtype) -> None:
     """What evicted tokens left behind has no influence: it is overwritten with poison after every step."""
     ids = random_ids(150)
@@ -773,7 +780,7 @@ def open_pair(tiny_models: TinyModels, open_native: OpenEngine) -> Callable[...,
     return open_both
 
 
-@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4"])
+@pytest.mark.parametrize("dtype", ["float", "int8", "k8v4", "int4"])
 def test_a_ring_of_its_own_changes_nothing(open_pair: Callable[..., list[OnnxEngine]], dtype: KVDtype) -> None:
     """Through evictions, cuts, a saved state and another pinned prefix: the logits are as with all slots."""
     ids = random_ids(1600)
@@ -849,16 +856,17 @@ def test_slots_of_a_ring(capacity: int, window: int, stride: int, slots: int) ->
 
 
 def test_auto_chooses_what_serves(tiny_models: TinyModels) -> None:
-    """All but INT4 run natively; whatever else does not serve runs as before, and a demand is refused."""
+    """All run natively; what else GroupQueryAttention has runs there, too, and a demand for the others is refused."""
     model = tiny_models.converted("llama")
     scales = {dtype: scales_for(tiny_models, "llama", dtype) for dtype in ("float", "int8", "k8v4", "fp8", "int4")}
     for dtype, given in scales.items():
         engine = open_engine(model, KVSpec(64, dtype), given, OnnxOptions(threads=2))
-        assert engine.attention == ("gqa" if dtype == "int4" else "native")
+        assert engine.attention == "native"
         assert isinstance(engine, Engine)
         engine.close()
-    with pytest.raises(UnsupportedModel, match="int4"):
-        open_engine(model, KVSpec(64, "int4"), scales["int4"], OnnxOptions(attention="native"))
+    engine = open_engine(model, KVSpec(64, "int4"), scales["int4"], OnnxOptions(attention="gqa"))
+    assert (engine.attention, engine.row_factors) == ("gqa", False)
+    engine.close()
     for dtype in ("k8v4", "fp8"):
         with pytest.raises(UnsupportedModel, match=rf"{dtype.upper()}.*own attention.*asked for.*--kv-dtype int8"):
             open_engine(model, KVSpec(64, dtype), scales[dtype], OnnxOptions(attention="gqa"))

@@ -45,7 +45,10 @@ def scales(tiny_models: TinyModels) -> dict[str, KVScales]:
 
 
 @pytest.fixture(
-    params=["gqa-float", "gqa-int8", "gqa-int4", "native-float", "native-int8", "native-k8v4", "native-fp8"]
+    params=[
+        *(f"gqa-{dtype}" for dtype in ("float", "int8", "int4")),
+        *(f"native-{dtype}" for dtype in ("float", "int8", "k8v4", "int4", "fp8")),
+    ]
 )
 def engine(request: Any, model: ConvertedModel, scales: dict[str, KVScales]) -> Iterator[OnnxEngine]:
     """An engine of each operator and dtype, 64 slots, holding 40 tokens after an eviction of 8."""

@@ -80,6 +80,18 @@ def test_the_total_follows_the_dtype(dtype: Any) -> None:
     assert reference.total_bytes - plan.total_bytes == expected
 
 
+def test_int4_in_the_own_operator() -> None:
+    """Rows of half the bytes with a factor each, and two bytes for a pair and slot of what keys are held without."""
+    sizes = {
+        dtype: {line.name: line.size_bytes for line in plan_of(QWEN3, dtype=dtype, context=4096, native=True,
+                                                               centre_pairs=64).lines}
+        for dtype in ("int4", "fp8")
+    }  # fmt: skip
+    assert sizes["int4"]["cache (int4)"] == 28 * 8 * 4096 * 2 * (64 + 2)
+    assert sizes["int4"]["key centres"] == 4 * 28 * 8 * 128 + 2 * 64 * 4096
+    assert sizes["fp8"]["key centres"] == 4 * 28 * 8 * 128 + 8 * 64 * 4096
+
+
 def test_lines_add_up() -> None:
     """Every byte is a line with a formula, and the lines scale as they say."""
     plan = plan_of(QWEN3, context=4096)

@@ -15,11 +15,13 @@ from hypothesis.extra import numpy as arrays
 
 from edgekv.kv.quant import fake_quantize
 from edgekv.kv.rows import (
+    dequantize_int4_keys,
     dequantize_int4_values,
     dequantize_keys,
     dequantize_values,
     mixed,
     mixed_channels,
+    quantize_int4_keys,
     quantize_int4_values,
     quantize_keys,
     quantize_values,
@@ -91,6 +93,14 @@ def test_values_of_4_bits_are_off_by_half_a_cell(values: Any) -> None:
     found = mixed(dequantize_int4_values(rows, scales) / np.sqrt(scales))
     cell = np.abs(mixture).max(-1, keepdims=True) / 8 * (1 + 2.0**-7) + 2.0**-63
     assert (np.abs(found - mixture) <= 0.5 * cell * (1 + 1e-4)).all()
+
+
+@given(ROWS)
+def test_keys_of_4_bits_are_values_without_scales(keys: Any) -> None:
+    ones, scales = np.ones(32, np.float32), np.linspace(0.5, 2, 32, dtype=np.float32)
+    rows = quantize_int4_keys(keys, scales)
+    np.testing.assert_array_equal(rows, quantize_int4_values(keys, ones))
+    np.testing.assert_array_equal(dequantize_int4_keys(rows, scales), dequantize_int4_values(rows, ones))
 
 
 def test_4_bits_lie_where_the_layout_says() -> None:

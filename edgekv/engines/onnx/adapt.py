@@ -15,13 +15,13 @@ from onnx import TensorProto, helper
 
 from edgekv.kv.rows import row_items
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import BITS, Granularity, KVDtype
+from edgekv.kv.spec import BITS, ROW_FACTORS, Granularity, KVDtype
 from edgekv.model.spec import ModelSpec
 
 _TENSOR_TYPES = {
     "int8": TensorProto.INT8,
     "k8v4": TensorProto.INT8,  # until set_native_attention, which alone has it
-    "int4": TensorProto.UINT8,
+    "int4": TensorProto.UINT8,  # until set_native_attention
     "fp8": TensorProto.UINT8,  # the bits of E4M3; in set_native_attention's operator alone
     "fp16": TensorProto.FLOAT,  # until set_half_attention
     "float": TensorProto.FLOAT,
@@ -119,7 +119,9 @@ def set_native_attention(model: onnx.ModelProto, spec: ModelSpec, dtype: KVDtype
         _add_input(model, f"angles.{rope}", TensorProto.FLOAT, [4, "T", "D/2"])
     if centred.keys:
         _add_input(model, "pairs", TensorProto.INT64, ["P"])
-        _add_input(model, "turns", TensorProto.FLOAT, [2, "P", "slots"])
+        coded = BITS[dtype][0] == 4
+        turns = (TensorProto.INT8, ["slots", "2P"]) if coded else (TensorProto.FLOAT, [2, "P", "slots"])
+        _add_input(model, "turns", *turns)
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
 
 
@@ -154,11 +156,13 @@ def _add_input(model: onnx.ModelProto, name: str, dtype: int, shape: list[int | 
 
 
 def _widen_rows(model: onnx.ModelProto, node: onnx.NodeProto, head_dim: int, dtype: KVDtype) -> None:
-    """Give the rows of a node's cache as many items as the operator holds them in."""
+    """Give the rows of a node's cache as many items, and of the type, as the operator holds them in."""
     widths = {name: row_items(head_dim, dtype, part) for name, part in zip(node.input[3:5], "kv", strict=True)}
     for value in model.graph.input:
         if value.name in widths:
             value.type.tensor_type.shape.dim[3].dim_value = widths[value.name]
+            if dtype in ROW_FACTORS:
+                value.type.tensor_type.elem_type = TensorProto.INT8
 
 
 def _keep(values: Any, wanted: Callable[[str], bool]) -> None:

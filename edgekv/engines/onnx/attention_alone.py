@@ -17,7 +17,7 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from edgekv.engines.onnx import adapt, native
-from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, HostCache, row_items
+from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, HostCache, ring_dtype, row_items
 from edgekv.engines.onnx.ring import RingCache
 from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
 from edgekv.errors import UnsupportedModel
@@ -125,7 +125,8 @@ def _random_rows(spec: ModelSpec, kv: KVSpec, part: str, random: np.random.Gener
     """Rows of C tokens as the operator holds them, [K, C, row]."""
     items = code_items(spec.head_dim, kv.dtype, part) if own else row_items(spec, kv.dtype)
     codes = random.integers(-100, 101, (spec.num_kv_heads, kv.capacity, items))
-    rows = (codes * _SCALE if kv.dtype == "float" else codes).astype(CACHE_DTYPES[kv.dtype])
+    held = ring_dtype(kv.dtype) if own else np.dtype(CACHE_DTYPES[kv.dtype])
+    rows = (codes * _SCALE if kv.dtype == "float" else codes).astype(held)
     if kv.dtype == "fp8":
         rows = rows % 64 + codes.astype(np.uint8) // 128 * 128  # numbers of at most 1.9 and either sign
     if own and kv.dtype in ROW_FACTORS:

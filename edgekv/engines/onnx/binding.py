@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.kv.spec import KVDtype, KVSpec
+from edgekv.kv.spec import ROW_FACTORS, KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
 
 Array = npt.NDArray[Any]
@@ -30,6 +30,11 @@ CACHE_DTYPES: dict[KVDtype, type[np.generic]] = {
     "fp16": np.float16,
     "float": np.float32,
 }
+
+
+def ring_dtype(dtype: KVDtype) -> np.dtype[Any]:
+    """Of the rows as edgekv's own operator has them: codes with factors are int8, two of 4 bits in one, too."""
+    return np.dtype(np.int8 if dtype in ROW_FACTORS else CACHE_DTYPES[dtype])
 
 
 def row_items(spec: ModelSpec, dtype: KVDtype) -> int:

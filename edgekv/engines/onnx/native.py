@@ -16,12 +16,14 @@ from typing import Any
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
 
-DTYPES: tuple[KVDtype, ...] = ("int8", "k8v4", "fp8", "float")
+DTYPES: tuple[KVDtype, ...] = ("int8", "k8v4", "int4", "fp8", "float")
 BLOCK = 16
 """Slots in a block of the cache (native/kernels.h)."""
+TOGETHER = 4
+"""Channels (keys) or slots (values) of codes that lie in one 32-bit word."""
 MAX_HEAD_DIM = 256
 
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 """The layout of the cache and the inputs that ring.py and a library must agree on (native/kernels.h)."""
 
 PACKED_WEIGHTS = "packed_weights"

@@ -22,10 +22,10 @@ import numpy as np
 
 from edgekv.engines.base import Logits, check_rows
 from edgekv.engines.cached import RingLayout
-from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, bind_array
+from edgekv.engines.onnx.binding import Array, bind_array, ring_dtype
 from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.memory import zeros_together
-from edgekv.engines.onnx.native import BLOCK
+from edgekv.engines.onnx.native import BLOCK, TOGETHER
 from edgekv.engines.rope import amplitudes, inverse_frequencies, rotate, rotated_centre, settled_ropes
 from edgekv.errors import InvalidOption
 from edgekv.kv.rows import code_items, operator_scales, row_items
@@ -43,7 +43,7 @@ class LayerCache:
         """parts: the memory of keys and of values, each [K, slots, row]."""
         (heads, slots, _), dim = parts["k"].shape, spec.head_dim
         blocks = slots // BLOCK
-        self._together = g = 4 if dtype in ROW_FACTORS else 1  # channels (keys) or slots (values) in one 32-bit word
+        self._together = g = TOGETHER if dtype in ROW_FACTORS else 1
         self._items = {part: code_items(dim, dtype, part) for part in "kv"}
         self.parts = parts
         flat = {part: rows.reshape(heads, -1) for part, rows in self.parts.items()}
@@ -93,7 +93,7 @@ class RingCache(RingLayout):
         super().__init__()
         self._capacity, self._windows = kv.capacity, spec.windows
         self._slots = tuple(slots) or (kv.capacity,) * spec.num_layers
-        self._dtype = np.dtype(CACHE_DTYPES[kv.dtype])
+        self._dtype = ring_dtype(kv.dtype)
         self._heads = spec.num_kv_heads
         self._row = {part: row_items(spec.head_dim, kv.dtype, part) for part in "kv"}
         self.row_factors = kv.dtype in ROW_FACTORS
@@ -317,6 +317,6 @@ def _layers(spec: ModelSpec, dtype: KVDtype, slots: Sequence[int]) -> tuple[Laye
     row = {part: row_items(spec.head_dim, dtype, part) for part in "kv"}
     whole = [-(-count // BLOCK) * BLOCK for count in slots]
     shapes = [(spec.num_kv_heads, count, row[part]) for count in whole for part in "kv"]
-    memory = zeros_together(shapes, np.dtype(CACHE_DTYPES[dtype]))
+    memory = zeros_together(shapes, ring_dtype(dtype))
     pairs = zip(memory[0::2], memory[1::2], strict=True)
     return tuple(LayerCache(spec, dtype, {"k": keys, "v": values}) for keys, values in pairs)
