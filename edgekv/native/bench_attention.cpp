@@ -83,8 +83,8 @@ int main(int argc, char** argv) {
     }
   }
   const double bytes = static_cast<double>(both * layers);
-  std::printf("%s, %s, %d slots, %d layers, %d/%d heads of %d, %d tokens, %d threads\n", kernels.name, cache_name.c_str(), slots, layers, heads,
-              kv_heads, dim, tokens, threads);
+  std::printf("%s, %s, %d slots, %d layers, %d/%d heads of %d, %d tokens, %d threads\n", kernels.name,
+              cache_name.c_str(), slots, layers, heads, kv_heads, dim, tokens, threads);
   for (const char* what : {"fastest", "median"}) {
     auto of = [&](const std::vector<std::vector<double>>& times) {
       double sum = 0;

@@ -8,7 +8,11 @@ namespace edgekv {
 namespace {
 
 constexpr Choice<const Kernels* (*)(CacheType)> kChoices[] = {
-    {"avx512", has_avx512, avx512_kernels}, {"avx2", has_avx2, avx2_kernels}, {"neon", has_dotprod, neon_kernels}};
+    {"avx512", has_avx512, avx512_kernels},
+    {"avxvnni", has_avxvnni, avxvnni_kernels},
+    {"avx2", has_avx2, avx2_kernels},
+    {"neon", has_dotprod, neon_kernels},
+};
 
 }  // namespace
 

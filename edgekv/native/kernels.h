@@ -28,10 +28,10 @@
 // Where keys or values are held less a centre, these are what is left of them.
 //
 // The factor is the least that keeps every code of the row within 127 (or what 4 bits hold within 8): a row with small
-// numbers is as finely divided as one with large ones, and none is clipped. The channels of a key are mixed by a Hadamard
-// matrix H (H H = n I) before, because a few of them are much larger than the others and would leave these few codes.
-// Queries are mixed alike, and scores do not change. Values have no such channels; those of 4 bits are mixed, because
-// every bit counts there, and the output is mixed back. kv/rows.py says more.
+// numbers is as finely divided as one with large ones, and none is clipped. The channels of a key are mixed by a
+// Hadamard matrix H (H H = n I) before, because a few of them are much larger than the others and would leave these few
+// codes. Queries are mixed alike, and scores do not change. Values have no such channels; those of 4 bits are mixed,
+// because every bit counts there, and the output is mixed back. kv/rows.py says more.
 #pragma once
 
 #include <cstddef>
@@ -111,14 +111,15 @@ struct Problem {
   const float* sin;         // [T, R / 2]
   const float* cos_pinned;  // [T, R / 2] at that position less the evicted tokens
   const float* sin_pinned;  // [T, R / 2]
-  // A constant that is taken out of the keys before they turn, and put back into the scores: q . R(n) centre, of the key
-  // at position n. It is zero but for a few pairs of channels; null: nothing is taken out.
+  // A constant that is taken out of the keys before they turn, and put back into the scores: q . R(n) centre, of the
+  // key at position n. It is zero but for a few pairs of channels; null: nothing is taken out.
   const float* centre;   // [K, D]
   const int64_t* pairs;  // [P]: channels pairs[i] and pairs[i] + R / 2
   const float* turns;    // [2, P, slots]: cos and sin of those pairs at the angle of each slot's key
   int turned;            // P
   // INT4 has them as codes of a 127th instead, [slots, 2 P] as keys of INT8 lie: cos and sin of each pair in turn,
-  // filled up to a multiple of 4 with zeros. What these codes make of the centre is taken out of turned keys and put back.
+  // filled up to a multiple of 4 with zeros. What these codes make of the centre is taken out of turned keys and put
+  // back.
   const int8_t* turn_codes;
   // What is taken out of the values and added to the output, because weights sum to 1; null: nothing.
   const float* v_centre;  // [K, D]
@@ -142,8 +143,8 @@ struct Segment {
   bool pinned;  // these keys are met by the query at its position less the evicted tokens
 };
 
-// The slots in the order of their tokens: pinned prefix, then the window, which may wrap round once. A layer with a ring
-// of its own has no pinned prefix, and starts at the first token that any new one sees.
+// The slots in the order of their tokens: pinned prefix, then the window, which may wrap round once. A layer with a
+// ring of its own has no pinned prefix, and starts at the first token that any new one sees.
 struct Layout {
   Segment segments[3];
   int count;
@@ -177,10 +178,12 @@ inline int64_t slot_of(const State& s, int64_t token) {
 // One per instruction set that this build has; the pointers are null where the build lacks it.
 const Kernels* plain_kernels(CacheType);
 const Kernels* avx2_kernels(CacheType);
+const Kernels* avxvnni_kernels(CacheType);
 const Kernels* avx512_kernels(CacheType);
 const Kernels* neon_kernels(CacheType);
 
-// The fastest that this processor runs. `limit` names one to stop at ("plain", "avx2", "avx512", "neon"), for tests.
+// The fastest that this processor runs. `limit` names one to stop at ("plain", "avx2", "avxvnni", "avx512", "neon"),
+// for tests.
 const Kernels* best_kernels(CacheType, const char* limit = nullptr);
 
 }  // namespace edgekv

@@ -13,9 +13,9 @@
 //                                                           in INT8 the maximum of p vf
 //     weigh     o[r][d] = o[r][d] alpha + beta sum_s p[r][s] vf[s] v[s][d]
 //
-// Where keys are held less their centre c, the score of the key at position n is q . R(n) (k - c) + q . R(n) c, and of a
-// pair of channels the latter is (q1 c1 + q2 c2) cos(n w) + (q2 c1 - q1 c2) sin(n w): two products a pair and slot. In
-// INT4 all pairs have them, and they are made as scores are: integers of 15 or 16 bits by codes of cos and sin.
+// Where keys are held less their centre c, the score of the key at position n is q . R(n) (k - c) + q . R(n) c, and of
+// a pair of channels the latter is (q1 c1 + q2 c2) cos(n w) + (q2 c1 - q1 c2) sin(n w): two products a pair and slot.
+// In INT4 all pairs have them, and they are made as scores are: integers of 15 or 16 bits by codes of cos and sin.
 //
 // In INT8 q and p vf are integers of 15 or 16 bits, so that both sums are integer dot products over the stored codes:
 // exact, and nothing is ever dequantised; codes of 4 bits are widened in registers, and so is FP8. The integers of p vf
@@ -51,12 +51,12 @@ inline float round_up(float x) {
 
 // ---------------------------------------------------------------------------------------------------- storage
 //
-// Each way to hold keys or values: the type of what lies in a block, how many items a row has, how a row already divided by
-// its scales is written into slot `place` of a block, and what it is to be multiplied by (kUnit) beside its factor and
-// scales. `store` returns the factor.
+// Each way to hold keys or values: the type of what lies in a block, how many items a row has, how a row already
+// divided by its scales is written into slot `place` of a block, and what it is to be multiplied by (kUnit) beside its
+// factor and scales. `store` returns the factor.
 
-// The largest size of D numbers; NaN does not count. Sizes are compared as integers, which order alike and which, unlike
-// floats, the compiler may compare in any order.
+// The largest size of D numbers; NaN does not count. Sizes are compared as integers, which order alike and which,
+// unlike floats, the compiler may compare in any order.
 inline float largest_number(const float* x, int dim) {
   int32_t largest = 0;
   for (int d = 0; d < dim; d++) {
@@ -378,7 +378,7 @@ struct alignas(64) Work {
   uint8_t turn_codes[2][kMaxRows * 2 * kMaxTurned * Cache::kQueryBytes];  // INT4: the same, by simd::encode_query
   int32_t turn_sum[2][kMaxRows];                          // for simd::score
   float turn_unit[2][kMaxRows];                           // what their sums are to be multiplied by
-  float factors[3][kMaxTileSlots];                        // keys' factors; logarithms of the values' factors; 1 / factor
+  float factors[3][kMaxTileSlots];  // keys' factors; logarithms of the values' factors; 1 / factor
   float maximum[kMaxRows];                                // running, in scores
   float sum[kMaxRows];                                    // running, of the weights
   float half[kMaxRows];                                   // running, of half the weights with factors: Int4Values
@@ -463,8 +463,8 @@ void prepare_query(const Problem& p, const Unit& unit, int row, bool pinned, Wor
 }
 
 // Decoding reads everything once, so memory must never be idle: while scores are made from this tile's keys its values
-// are asked for, and while weights are made, the keys after it. Worth 15 % beside the processor's own prefetching, which
-// starts anew with every tile. A prefill finds its tile in the second-level cache.
+// are asked for, and while weights are made, the keys after it. Worth 15 % beside the processor's own prefetching,
+// which starts anew with every tile. A prefill finds its tile in the second-level cache.
 template <class Cache>
 bool reads_once(const Unit& unit) {
   return unit.rows <= Cache::kScoreRows;
@@ -650,8 +650,8 @@ struct Softened {
   float half;     // of the weights with factors, half the sum: Int4Values
 };
 
-// Scores -> weights p v f as integers, the tile's largest being kWeightLimit. With log2(vf) added to a score the maximum
-// is known before the weights are, which saves a second pass over them.
+// Scores -> weights p v f as integers, the tile's largest being kWeightLimit. With log2(vf) added to a score the
+// maximum is known before the weights are, which saves a second pass over them.
 template <class Cache>
 Softened soften_codes(float* scores, int slots, float query_scale, uint8_t* weights, Work<Cache>& work) {
   using F = typename simd::F;
@@ -746,8 +746,8 @@ inline Span visible(const Problem& p, const Unit& unit, const Segment& segment, 
   return {first + shift, last + shift};
 }
 
-// Slots `slot` (the start of a block) .. slot + slots - 1 against the rows that see some of them. Rows come in the order
-// of their tokens, so these are consecutive.
+// Slots `slot` (the start of a block) .. slot + slots - 1 against the rows that see some of them. Rows come in the
+// order of their tokens, so these are consecutive.
 template <class Cache>
 void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int64_t slot, int slots,
                  Work<Cache>& work) {
@@ -772,7 +772,8 @@ void attend_tile(const Problem& p, const Unit& unit, const Segment& segment, int
   }
   for (int row = tile.first_row; row < tile.last_row; row++) {
     const Span span = visible(p, unit, segment, row);
-    const int low = static_cast<int>(most(span.begin - slot, 0)), high = static_cast<int>(least(span.end - slot, slots));
+    const int low = static_cast<int>(most(span.begin - slot, 0));
+    const int high = static_cast<int>(least(span.end - slot, slots));
     if (p.centre && !p.turn_codes) add_centre(p, tile, row, work);
     soften_row(p, row, slots, low, high, work.query_scale[segment.pinned][row], work);
   }

@@ -85,8 +85,8 @@ struct simd {
     return _mm512_set1_epi32(word);
   }
 
-  // sum + x y over groups of four bytes, x unsigned and y signed. GCC 12 copies every accumulator of the intrinsic's form
-  // in each iteration, which costs a third of the speed.
+  // sum + x y over groups of four bytes, x unsigned and y signed. GCC 12 copies every accumulator of the intrinsic's
+  // form in each iteration, which costs a third of the speed.
   static void dot(__m512i& sum, __m512i x, __m512i y) {
 #if defined(__GNUC__)
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
@@ -219,8 +219,8 @@ struct simd {
   }
 
   template <int R, class Code>
-  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
-                                      float* out, const float* alpha, const float* beta) {
+  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const Code* values, int low, int high,
+                                      int dim, float* out, const float* alpha, const float* beta) {
     int d = 0;
     for (; d + 64 <= dim; d += 64) {
       weigh_columns<R, 4>(weights, stride, values + codes_in(values, 4 * d), low, high, dim, out + d, alpha, beta);

@@ -153,8 +153,8 @@ struct simd {
   static int8x16_t four_channels(const Nibbles* x, int i) { return sixteen(x + i % 2 * 16, i < 2); }
 
   template <int R, class Code>
-  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const Code* values, int low, int high, int dim,
-                                      float* out, const float* alpha, const float* beta) {
+  EDGEKV_APART static void weigh_rows(const uint8_t* weights, int stride, const Code* values, int low, int high,
+                                      int dim, float* out, const float* alpha, const float* beta) {
     const int64_t row = codes_in(values, dim);
     for (int column = 0; column < dim; column += 16) {
       int32x4_t coarse[R][4], fine[R][4];

@@ -76,7 +76,7 @@ void multiply_halves(const Packing& packing, const uint8_t* panel, int half, con
       EDGEKV_UNROLL
       for (int h = 0; h < H; h++) dots[h][r] = packing.zeros ? _mm256_madd_epi16(zero_points[h], offset) : offset;
     }
-    for (int input = 0; ahead && input < block; input += 16) prefetch_far<16 * kInputBytes>(codes + input * kInputBytes);
+    for (int k = 0; ahead && k < block; k += 16) prefetch_far<16 * kInputBytes>(codes + k * kInputBytes);
     dot_block<R, H, Bits>(dots, codes, tile.codes + i * block * R, block / 4);
     EDGEKV_UNROLL
     for (int r = 0; r < R; r++) {

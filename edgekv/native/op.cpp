@@ -1,8 +1,8 @@
 // edgekv::CachedAttention as an operator of ONNX Runtime, domain "edgekv", CPU provider.
 //
 //     inputs    qkv      float [1, T, (H + 2 K) D]   packed queries, keys and values of the new tokens
-//               keys     int8 [1, K, slots, D + 2], float or uint8 (FP8) [1, K, slots, D]   the cache, written in place;
-//                        kernels.h has its order: in INT8 a head's codes and then the factors of its rows, two bytes each
+//               keys     int8 [1, K, slots, D + 2], float or uint8 (FP8) [1, K, slots, D]   the cache, written in
+//                        place; kernels.h has its order: in INT8 a head's codes, then its rows' factors, 2 bytes each
 //               values   like keys, or beside INT8 keys of 4 bits, int8 [1, K, slots, D / 2 + 2]; in INT4 so are both
 //               state    int64 [4 P]   cached tokens before, evicted tokens, pinned tokens S, capacity C. With P > 1
 //                        tokens are evicted within the run: four numbers for each part of it, and a part ends where the

@@ -69,7 +69,9 @@ const TableKernels* best_table(const char* limit) {
 const char* fault(const TableProduct& p) {
   if (p.outputs < 1 || p.inputs < 1) return "a matrix has no rows or no columns";
   if (p.outputs > int64_t{1} << 31 || p.inputs > int64_t{1} << 31) return "a matrix is too large";
-  if (p.block < 32 || p.block % 32 || p.inputs % p.block) return "the block is no multiple of 32 that divides the inputs";
+  if (p.block < 32 || p.block % 32 || p.inputs % p.block) {
+    return "the block is no multiple of 32 that divides the inputs";
+  }
   return nullptr;
 }
 

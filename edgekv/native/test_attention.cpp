@@ -1,8 +1,8 @@
 // The operator's body against a loop in float64, for every instruction set that this machine runs.
 //
 // Random shapes, lengths, rings that have wrapped, pinned prefixes and scales. What is compared: the rows that were
-// written (each factor the least that fits, in 16 bits; numbers within half a step), every other byte of the cache (must
-// not have changed), and the output, given the rows as stored: at most 1e-3 of the row's length away.
+// written (each factor the least that fits, in 16 bits; numbers within half a step), every other byte of the cache
+// (must not have changed), and the output, given the rows as stored: at most 1e-3 of the row's length away.
 //
 //     test_attention [rounds] [seed]
 #include <algorithm>
@@ -397,7 +397,8 @@ bool check_rows(const Memory& m, std::vector<bool> touched[2]) {
       std::vector<double> left(value, value + p.dim);
       for (int d = 0; p.v_centre && d < p.dim; d++) left[d] = value[d] - p.v_centre[head * p.dim + d];
       const auto v = to_store({p, true}, left, head);
-      if (!check_row(m, false, head, slot, k, touched[0]) || !check_row(m, true, head, slot, v, touched[1])) return false;
+      if (!check_row(m, false, head, slot, k, touched[0])) return false;
+      if (!check_row(m, true, head, slot, v, touched[1])) return false;
     }
   }
   return true;
@@ -460,7 +461,8 @@ double output_error(const Memory& m) {
   return worst;
 }
 
-bool unchanged(const std::vector<uint8_t>& before, const std::vector<uint8_t>& after, const std::vector<bool>& touched) {
+bool unchanged(const std::vector<uint8_t>& before, const std::vector<uint8_t>& after,
+               const std::vector<bool>& touched) {
   for (size_t i = 0; i < before.size(); i++) {
     if (!touched[i] && before[i] != after[i]) return false;
   }
@@ -532,7 +534,7 @@ Case random_case(std::mt19937& random) {
   if (random() % 3 == 0) c.softcap = pick(random, {0.5f, 5.0f, 50.0f});
   if (random() % 4 == 0) c.scale = pick(random, {0.5f, 2.0f}) / std::sqrt(static_cast<float>(c.dim));
   if (random() % 4 == 0) c.half = pick(random, {0, c.dim / 4});
-  c.fp8_step = pick(random, {1.0, 1e-2, 1e2, 1e-4});  // codes about 1, 100, the smallest there are, and beyond the largest
+  c.fp8_step = pick(random, {1.0, 1e-2, 1e2, 1e-4});  // codes about 1, 100, the smallest, and beyond the largest
   if (random() % 3 == 0) add_window(c, random);
   if (random() % 3 == 0) c.centre = pick(random, {0.5, 5.0, 50.0});
   if (c.type == CacheType::kInt4 && !c.state.ring && random() % 2) c.k_centre = pick(random, {0.1, 1.0});
@@ -617,7 +619,7 @@ int main(int argc, char** argv) {
   const unsigned seed = argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 1;
   int failures = !check_refusals();
   const char* previous = "";
-  for (const char* limit : {"avx512", "avx2", "neon", "plain"}) {
+  for (const char* limit : {"avx512", "avxvnni", "avx2", "neon", "plain"}) {
     const char* name = best_kernels(CacheType::kInt8, limit)->name;
     if (!std::strcmp(previous, name)) continue;
     previous = name;

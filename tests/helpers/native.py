@@ -16,12 +16,12 @@ _COMMON = (
 """EDGEKV_EVEX: the kernels for AVX-VNNI run where there is AVX-512 (native/dot_256.h)."""
 _OWN_FLAGS = {
     **dict.fromkeys(("kernels_avx2", "matmul_avx2", "table_avx2"), ("-mavx2", "-mfma", "-mf16c")),
-    **dict.fromkeys(("matmul_avxvnni",), ("-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni")),
+    **dict.fromkeys(("kernels_avxvnni", "matmul_avxvnni"), ("-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni")),
     **dict.fromkeys(("kernels_avx512", "matmul_avx512", "table_avx512"), (
         "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni",
     )),
 } if platform.machine() in ("x86_64", "AMD64") else {"kernels_neon": ("-march=armv8.2-a+dotprod",)}  # fmt: skip
-_ATTENTION = ("attention", "kernels", "kernels_plain", "kernels_avx2", "kernels_avx512", "kernels_neon")
+_ATTENTION = ("attention", "kernels", "kernels_plain", "kernels_avx2", "kernels_avxvnni", "kernels_avx512", "kernels_neon")
 _MATMUL = ("matmul", "matmul_plain", "matmul_avx2", "matmul_avxvnni", "matmul_avx512")
 _TABLE = ("table", "table_plain", "table_avx2", "table_avx512")
 _PROGRAMS = {"test_attention": _ATTENTION, "test_matmul": _MATMUL}
