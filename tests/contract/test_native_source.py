@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = sorted(
-    path for path in (Path(__file__).parents[2] / "edgekv" / "native").iterdir() if path.suffix in (".cpp", ".h", ".inl")
-)
+NATIVE = Path(__file__).parents[2] / "edgekv" / "native"
+SOURCES = sorted(path for path in NATIVE.iterdir() if path.suffix in (".cpp", ".h", ".inl"))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

@@ -21,8 +21,9 @@ _OWN_FLAGS = {
         "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni",
     )),
 } if platform.machine() in ("x86_64", "AMD64") else {"kernels_neon": ("-march=armv8.2-a+dotprod",)}  # fmt: skip
-_ATTENTION = ("attention", "kernels", "kernels_plain", "kernels_avx2", "kernels_avxvnni", "kernels_avx512", "kernels_neon")
-_MATMUL = ("matmul", "matmul_plain", "matmul_avx2", "matmul_avxvnni", "matmul_avx512")
+_SETS = ("plain", "avx2", "avxvnni", "avx512")
+_ATTENTION = ("attention", "kernels", *(f"kernels_{name}" for name in (*_SETS, "neon")))
+_MATMUL = ("matmul", *(f"matmul_{name}" for name in _SETS))
 _TABLE = ("table", "table_plain", "table_avx2", "table_avx512")
 _PROGRAMS = {"test_attention": _ATTENTION, "test_matmul": _MATMUL}
 
