@@ -352,10 +352,12 @@ class _Seen:
         return sum(1 for _ in takewhile(lambda pair: pair[0].is_of(pair[1]), pairs))
 
     def go_on(self, known: int, new: Iterable[_Guarded]) -> None:
-        """There are these messages behind the first `known`, and no others."""
-        if known < len(self.messages):
+        """There are these messages behind the first `known`, and no others. Where a turn begins that could not be told
+        may be told when messages behind it are gone."""
+        taken_back = known < len(self.messages)
+        if taken_back:
             self._answer = None
-        self._forget(known)
+        self._forget(self._starts.index(-1) if taken_back and -1 in self._starts[:known] else known)
         self.messages[known:] = new
 
     def starts_in(self, text: str) -> list[int | None]:

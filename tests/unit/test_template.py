@@ -368,6 +368,13 @@ def test_turns_are_where_renderings_end(source: str, contents: list[str], with_s
         messages[where:where] = talk(*data.draw(st.lists(st.sampled_from(HARD), max_size=2)))[: len(messages) - where]
 
 
+def test_a_turn_that_can_be_told_again() -> None:
+    """A template that counts messages hides where a turn begins while there are others behind it, and no longer."""
+    form, messages = chat(COUNTING), talk("", "", "", "")
+    form.prompt(messages)
+    assert form.prompt(messages[:3]) == chat(COUNTING).prompt(messages[:3])
+
+
 @pytest.mark.parametrize("source", [CHATML, SMOLLM, LLAMA3, GEMMA, PHI])
 def test_a_message_costs_one_rendering_of_the_conversation(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its length: the first prompt, a new turn, and one behind turns that were taken back."""
