@@ -244,8 +244,9 @@ void connect(Memory& m) {
   p.k_scale = scaled ? m.k_scale.data() : nullptr;
   p.v_scale = scaled ? m.v_scale.data() : nullptr;
   p.v_centre = m.v_centre.empty() ? nullptr : m.v_centre.data();
-  p.centre = m.k_centre.empty() ? nullptr : m.k_centre.data();
-  p.turn_codes = m.k_centre.empty() ? nullptr : m.turn_codes.data();
+  const bool centred = !m.pairs.empty();  // without pairs nothing is taken out
+  p.centre = centred ? m.k_centre.data() : nullptr;
+  p.turn_codes = centred ? m.turn_codes.data() : nullptr;
   p.pairs = m.pairs.data();
   p.turned = static_cast<int>(m.pairs.size());
   p.cos = m.cos.data();
