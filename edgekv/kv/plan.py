@@ -37,6 +37,8 @@ from edgekv.kv.spec import (
     MIN_CAPACITY,
     OWN_OPERATOR_ONLY,
     ROW_FACTORS,
+    TURN_REACH,
+    TURN_STEP,
     Granularity,
     KVDtype,
     KVSpec,
@@ -341,7 +343,9 @@ def _centre_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[Pla
     channels, lines = 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim, []
     if request.centre_pairs:
         pairs = spec.head_dim // 2 if request.torch else request.centre_pairs
-        slots, shown = (-(-kv.capacity // 32) + 64, "(C/32 + 64)") if request.torch else (kv.capacity, "C")
+        slots, shown = kv.capacity, "C"
+        if request.torch:
+            slots, shown = -(-kv.capacity // TURN_STEP) + TURN_REACH, f"(C/{TURN_STEP} + {TURN_REACH})"
         size = pair_bytes(request.dtype)
         formula = f"L K D x 4 bytes + {shown} x {pairs} pairs x {size} bytes"
         lines.append(PlanLine("key centres", channels + size * pairs * slots, formula))

@@ -46,6 +46,10 @@ MIN_CAPACITY = 64
 
 DEFAULT_SINKS = 4
 
+TURN_STEP, TURN_REACH = 32, 64
+"""The torch engine's tables of angles (its cache.py): places from one start to the next, and places behind a start that
+a tile of attention reaches."""
+
 UNDO_TOKENS = 512
 """What a layer with a window keeps beyond it, for an answer that is taken back: about a long answer's length."""
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 from helpers.reference import relative_errors
 
-from edgekv.engines.torch.cache import TURN_STEP, LayerRows, Place, Turns
+from edgekv.engines.torch.cache import LayerRows, Place, Turns
 from edgekv.engines.torch.kernels import Kernels, twin
 from edgekv.kv.quant import LIMIT, quantize
-from edgekv.kv.spec import KVDtype
+from edgekv.kv.spec import TURN_STEP, KVDtype
 from edgekv.model.spec import RopeSpec
 
 STORED: dict[KVDtype, torch.dtype] = {

@@ -17,7 +17,7 @@ from edgekv.engines.base import check_rows
 from edgekv.engines.cached import RingLayout
 from edgekv.engines.rope import rope_tables, settled
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVDtype, KVSpec
+from edgekv.kv.spec import TURN_REACH, TURN_STEP, KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec, RopeSpec
 
 Rows = npt.NDArray[Any]
@@ -60,10 +60,6 @@ class Place:
         return torch.where(tokens < self.pinned, tokens, ring)
 
 
-TURN_STEP = 32
-"""Places from one start of `Turns` to the next."""
-
-
 @dataclass(frozen=True)
 class Turns:
     """cos and sin of every place's angle, as two small tables: angle(s + r) = angle(s) + angle(r), s a multiple of 32.
@@ -86,7 +82,7 @@ class Turns:
         def table(rope: RopeSpec, count: int) -> Rows:
             return np.concatenate(rope_tables(rope, head_dim, 0, count), axis=1)
 
-        starts, within = table(rope, capacity)[::TURN_STEP], table(replace(rope, attention_factor=1.0), 2 * TURN_STEP)
+        starts, within = table(rope, capacity)[::TURN_STEP], table(replace(rope, attention_factor=1.0), TURN_REACH)
         return cls(torch.tensor(starts, device=device), torch.tensor(within, device=device))
 
 

@@ -44,7 +44,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgekv.engines.torch.cache import TURN_STEP, LayerRows, Place
+from edgekv.engines.torch.cache import LayerRows, Place
+from edgekv.kv.spec import TURN_REACH, TURN_STEP
 
 _MIN_ROWS = 16  # the least that a matrix unit multiplies
 _MAX_SPLITS = 64
@@ -71,7 +72,7 @@ class Tile:
         large = triton.next_power_of_2(size) > 128
         most = (32 if large else 64) // (2 if wide else 1)
         rows = min(most, max(_MIN_ROWS, triton.next_power_of_2(query_rows)))
-        return cls(rows, 32 if large and wide else 64, 4 if rows == _MIN_ROWS and not wide else 8)
+        return cls(rows, TURN_REACH // 2 if large and wide else TURN_REACH, 4 if rows == _MIN_ROWS and not wide else 8)
 
 
 class TritonKernels:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edgekv.engines.torch.cache import TURN_STEP, LayerRows, Place, Turns
+from edgekv.engines.torch.cache import LayerRows, Place, Turns
+from edgekv.kv.spec import TURN_STEP
 
 _FP8_MAX = 448.0
 
