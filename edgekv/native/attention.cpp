@@ -153,6 +153,7 @@ const char* fault(const Problem& p) {
   if (s.evicted < 0 || s.evicted > int64_t{1} << 53) return "the count of evicted tokens is out of range";
   if (s.pinned < 0 || s.pinned >= s.capacity) return "the pinned prefix leaves no window";
   if (p.turned < 0 || p.turned > kMaxTurned || (p.centre && s.ring)) return "the centre does not fit the layer";
+  if (p.centre && p.turned == 0) return "the centre has no pairs";
   for (int i = 0; i < p.turned; i++) {
     if (p.pairs[i] < 0 || p.pairs[i] >= p.half) return "the centre has a pair that is not rotated";
   }

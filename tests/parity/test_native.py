@@ -132,6 +132,7 @@ class Operator:
         spread = call.centre * call.size
         self.centre = np.random.default_rng(seed + 1).normal(scale=spread, size=(heads, dim)).astype(np.float32)
         self.qkv[..., -heads * dim :] += self.centre.reshape(-1)
+        self.key_centre: dict[str, Any] = {}  # centre, pairs and turns
         self.cache = RingCache(call.spec, KVSpec(call.capacity, dtype), (call.ring,) if call.ring else ())
         self.cache.evicted, self.cache.pinned = call.evicted, call.pinned
         self.cache.written = call.evicted + call.before
@@ -158,7 +159,7 @@ class Operator:
             inputs["scales"] = self.scales
         if call.centre:
             inputs["value_centre"] = self.centre
-        for name, array in inputs.items():
+        for name, array in (inputs | self.key_centre).items():
             io.bind_cpu_input(name, array)
         io.bind_output("out")
         session = self.session
@@ -205,8 +206,10 @@ class Operator:
         call, number = self.call, NUMBERS[self.dtype]
         angles = "angles" if call.pairs else ""
         names = ["qkv", "past_k.0", "past_v.0", "state", angles, "scales" if self.dtype != "float" else ""]
-        names += ["", "", "", "value_centre"] if call.centre else []
-        types = [TensorProto.FLOAT, number, number, TensorProto.INT64, *[TensorProto.FLOAT] * 6]
+        names += [name if self.key_centre else "" for name in ("centre", "pairs", "turns")]
+        names += ["value_centre"] if call.centre else []
+        types = [TensorProto.FLOAT, number, number, TensorProto.INT64, *[TensorProto.FLOAT] * 3]
+        types += [TensorProto.INT64, *[TensorProto.FLOAT] * 2]
         ranks = [3, 4, 4, 1, 3, 3, 2, 1, 3, 2]
         attributes = call.attributes | attributes
         node = helper.make_node("CachedAttention", names, ["out"], domain=adapt.NATIVE_DOMAIN, **attributes)
@@ -382,7 +385,12 @@ def test_inputs_that_do_not_fit_are_errors() -> None:
             setattr(operator, name, array)
         return operator
 
+    def key_centre(pairs: list[int]) -> dict[str, Any]:
+        turns = np.ones((2, len(pairs), call.capacity), np.float32)
+        return {"centre": whole.centre, "pairs": np.array(pairs, np.int64), "turns": turns}
+
     whole = Operator(call, "int8")
+    broken(key_centre=key_centre(pairs=[31])).run()
     for operator in (
         broken(qkv=whole.qkv[..., :-64]),
         broken(qkv=np.concatenate([whole.qkv, whole.qkv])),
@@ -394,6 +402,8 @@ def test_inputs_that_do_not_fit_are_errors() -> None:
         broken(state=np.append(whole.state, 0)),
         broken(call=replace(call, centre=1.0), centre=whole.centre[:, :-1]),
         broken(call=replace(call, centre=1.0), centre=whole.centre[:1]),
+        broken(key_centre=key_centre(pairs=[32])),
+        broken(key_centre=key_centre(pairs=[])),
     ):
         with pytest.raises(Exception, match="CachedAttention"):
             operator.run()
