@@ -118,9 +118,10 @@ class Session:
 
         Raises:
             SessionError: it is missing, damaged, or for another model, dtype, scales or capacity.
+            InvalidOption: layers with a window keep more tokens in this cache than in the saved one.
         """
-        capacity = self._chat.timeline.engine.kv.capacity
-        state = read_session(Path(path), None if reread else self._identity(), capacity)
+        identity, kv = (None, None) if reread else (self._identity(), self._chat.timeline.engine.kv)
+        state = read_session(Path(path), identity, kv)
         with self._chat.exclusive():
             self._chat.restore(self._dialogue, state.chat)
         self.messages, self.sampling, self.overflow = list(state.messages), state.sampling, state.overflow

@@ -143,12 +143,12 @@ def write_session(path: Path, state: SessionState, identity: CacheIdentity, capa
         return _write(file, metadata, small, timeline.engine)
 
 
-def read_session(path: Path, identity: CacheIdentity | None, capacity: int = 0) -> SessionState:
+def read_session(path: Path, identity: CacheIdentity | None, kv: KVSpec | None = None) -> SessionState:
     """Read a session; the cache's rows are read when they are asked for.
 
     Args:
-        identity, capacity: of the cache that it is for; without them only the words are read (the state's cache is
-            then empty).
+        identity, kv: of the cache that it is for; without them only the words are read (the state's cache is then
+            empty).
 
     Raises:
         SessionError: there is no such file, it is damaged, or it is for another cache; the message has the reason.
@@ -157,15 +157,13 @@ def read_session(path: Path, identity: CacheIdentity | None, capacity: int = 0) 
     _check_whole(path, info.sha256)
     if identity is not None:
         identity.check(path, info.identity)
-        if info.length > capacity:
-            raise SessionError(
-                f"The session {path} holds {info.length} tokens, but the cache has room for {capacity}: "
-                f"use a --context of {info.length} or more, or have its words read again (--reread)."
-            )
     try:
-        return _read(path, with_cache=identity is not None)
+        state = _read(path, with_cache=identity is not None)
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SessionError(f"{path} is not a session that edgekv wrote ({error!r}).") from None
+    if kv is not None:
+        _check_room(path, state.chat.timeline, kv)
+    return state
 
 
 def read_info(path: Path) -> SessionInfo:
@@ -256,6 +254,21 @@ def _check_whole(path: Path, sha256: str) -> None:
             digest.update(chunk)
     if digest.hexdigest() != sha256:
         raise SessionError(f"The session {path} is damaged: its SHA-256 does not fit. Delete it, or restore a copy.")
+
+
+def _check_room(path: Path, timeline: TimelineState, kv: KVSpec) -> None:
+    """Refuse a content that is longer than the cache, or that pins more than it may."""
+    length, capacity = len(timeline.engine.tokens), kv.capacity
+    if length > capacity:
+        raise SessionError(
+            f"The session {path} holds {length} tokens, but the cache has room for {capacity}: "
+            f"use a --context of {length} or more, or have its words read again (--reread)."
+        )
+    if timeline.pinned > kv.max_pinned:
+        raise SessionError(
+            f"The session {path} pins {timeline.pinned} tokens, but a cache of {capacity} keeps at most "
+            f"{kv.max_pinned} for good: use a --context of {4 * timeline.pinned} or more."
+        )
 
 
 def _read(path: Path, *, with_cache: bool) -> SessionState:

@@ -144,6 +144,21 @@ def test_another_capacity(load: Load, tmp_path: Path) -> None:
     assert small.messages == session.messages
 
 
+def test_a_smaller_cache_that_cannot_pin_as_much(load: Load, tmp_path: Path) -> None:
+    """Refused before anything changes: pinned tokens that leave no window stopped all sessions of the runtime."""
+    session, path = talk(load(context=2048), system="word " * 85), tmp_path / "talk"
+    say(session, "Hello")
+    session.save(path)
+    pinned, length = session._chat.timeline.pinned, read_info(path).length
+    runtime = load(context=length + 8)
+    kv = runtime.chat_state.timeline.engine.kv
+    assert kv.capacity - kv.stride < pinned, "there is a window, if a small one"
+    with pytest.raises(SessionError, match=f"pins {pinned} tokens, .* --context of {4 * pinned} or more"):
+        talk(runtime).load(path)
+    assert say(talk(runtime), "Hello")[0]
+    talk(load(context=4 * pinned)).load(path)
+
+
 def test_what_does_not_fit_is_refused(load: Load, chat_model: ConvertedModel, tmp_path: Path) -> None:
     """Another model, dtype or scales: refused with the reason, and the session is as it was."""
     import shutil
