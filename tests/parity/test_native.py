@@ -807,8 +807,11 @@ def test_a_ring_of_its_own_changes_nothing(open_pair: Callable[..., list[OnnxEng
     assert ring._cache.first(1) > 0
     same(lambda engine: engine.truncate(engine.length - 100))
     same(lambda engine: engine.forward(ids[1500:1580]))
-    state = ring.save()
+    state, wider = ring.save(), whole.save()
     assert state.keys[1].shape[1] < state.keys[0].shape[1] == ring.length
+    with pytest.raises(InvalidOption, match=f"its last {state.keys[1].shape[1]} tokens only.*--reread"):
+        whole.load(state)
+    whole.load(wider)
     ring.reset()
     ring.load(state)
     same(lambda engine: engine.forward(ids[1580:1590]))

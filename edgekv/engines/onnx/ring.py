@@ -141,6 +141,12 @@ class RingCache(RingLayout):
         """Write a layer's rows; its own ring takes the last ones, as many as another ring held, if its window is among
         them."""
         own = self.own_ring(layer)
+        if not own and 0 < rows.shape[1] < length:
+            raise InvalidOption(
+                f"Layer {layer} of this content has its last {rows.shape[1]} tokens only, where this cache keeps all "
+                f"{length}: use the --context and --stride that it was saved with, or have its words read again "
+                "(--reread)."
+            )
         held = max(min(length, self._windows[layer]), min(length, rows.shape[1])) if own else length
         check_rows(rows, layer, (self._heads, held, self._row[part]), self._dtype)
         start = length - held
