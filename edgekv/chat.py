@@ -272,12 +272,7 @@ class Chat:
 
     def _state(self, prompt: EncodedPrompt, reusable: Reusable) -> Window:
         """The cache when it keeps what it can of a prompt."""
-        kv = self.timeline.engine.kv
-        pinned = prompt.outline.pinned
-        state = reusable(prompt.ids, min(pinned, kv.max_pinned))
-        if pinned > kv.max_pinned:
-            state = replace(state, pinned=min(pinned, kv.capacity - kv.stride))
-        return state
+        return reusable(prompt.ids, min(prompt.outline.pinned, self.timeline.engine.kv.max_pinned))
 
     def _check(self, prompt: EncodedPrompt, state: Window, request: ChatRequest) -> LengthReport:
         return check_lengths(

@@ -118,7 +118,7 @@ class Timeline:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._pinned = min(engine.kv.sinks, engine.kv.max_pinned)
+        self._pinned = engine.kv.sinks
         self._gone = array("i")  # evicted tokens, in order: 4 bytes each, for a chat that never ends
 
     @property

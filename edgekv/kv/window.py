@@ -143,7 +143,7 @@ class Passed:
     def reusable(self, kv: KVSpec, tokens: Sequence[int], pinned: int) -> Window:
         """The state that a cache is left in when it keeps what a prompt shares with it, and pins `pinned` tokens."""
         pinned = max(pinned, kv.sinks)
-        fresh = Window(kv.capacity, kv.stride, min(pinned, kv.capacity - kv.stride))
+        fresh = Window(kv.capacity, kv.stride, pinned)
         kept = common_length(self.tokens, array("i", tokens[:-1]))  # the last token must run, for its logits
         if self.evicted and (pinned != self.pinned or self._thinned_out(kv, len(tokens), kept)):
             return fresh
