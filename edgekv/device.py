@@ -1,6 +1,6 @@
 """What the hardware offers. The only module that asks it.
 
-Free memory on Linux is MemAvailable, not MemFree: page cache gives way (case C17). A control group's limit counts too,
+Free memory on Linux is MemAvailable, not MemFree: page cache gives way. A control group's limit counts too,
 since a container is killed at its own limit and not at the host's. On a Jetson the GPU shares the system's memory, and
 CUDA's own free-memory call ignores reclaimable pages, so the system's figure is used there and on every other GPU that
 nvidia-smi knows to have no memory of its own (DGX Spark).

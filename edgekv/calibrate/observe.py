@@ -168,7 +168,7 @@ def can_centre(spec: ModelSpec) -> bool:
 
 
 def check_finite(layer: int, keys: Float32, values: Float32) -> None:
-    """Refuse keys or values that are not numbers, and say where they are (case C13).
+    """Refuse keys or values that are not numbers, and say where they are.
 
     Raises:
         EngineError: there are some.

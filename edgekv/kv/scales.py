@@ -2,7 +2,7 @@
 
 Symmetric and static, x ~ code * scale. The file is safetensors with two float32 tensors, k and v, each [L, K, D],
 whatever the granularity (a coarser one repeats values), and text metadata that says what it scales and how it came
-about. A file that does not match the model, the dtype or the granularity is refused (case C11); scale 1.0 is never
+about. A file that does not match the model, the dtype or the granularity is refused; scale 1.0 is never
 assumed.
 
 A third tensor, k_centre, is there for models whose keys carry large constants (the K bias of Qwen2): what is taken out

@@ -13,7 +13,7 @@ tokens again at the new angles, once per G, or it meets them with queries of the
 is StreamingLLM's "positions are positions in the cache".
 
 The schedule depends on nothing but the number of tokens seen: a cache evicts exactly when it is full and another token
-arrives. So feeding tokens one by one, turn by turn or all at once leaves the same cache (cases C07, C12).
+arrives. So feeding tokens one by one, turn by turn or all at once leaves the same cache.
 """
 
 from __future__ import annotations

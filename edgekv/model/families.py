@@ -293,7 +293,7 @@ def _sliding(config: Config, layers: int, rule: Callable[[int], bool]) -> tuple[
 
 
 def eos_ids(*configs: Config) -> tuple[int, ...]:
-    """The union of every place that names end-of-text ids (case C21)."""
+    """The union of every place that names end-of-text ids."""
     return tuple(sorted({token for config in configs for token in token_ids(config, "eos_token_id")}))
 
 

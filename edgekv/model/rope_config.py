@@ -1,4 +1,4 @@
-"""The rotary embedding in a config.json -> RopeSpec, under the names that configs of all ages use (case C28).
+"""The rotary embedding in a config.json -> RopeSpec, under the names that configs of all ages use.
 
 `rope_parameters` of newer configs, `rope_scaling` beside `rope_theta` of older ones; the kind stands in `rope_type` or
 `type`. What transformers derives when a field is missing is derived here in the same way: the original context, the

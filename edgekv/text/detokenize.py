@@ -1,4 +1,4 @@
-"""Text from a stream of tokens, as early as it is certain and never later taken back (case C22).
+"""Text from a stream of tokens, as early as it is certain and never later taken back.
 
 A token is not a piece of text: a character may need several, a leading space may depend on the token before. So a
 token is decoded together with a few before it, and only what the whole sequence is bound to decode to is let out:

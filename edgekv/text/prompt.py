@@ -139,7 +139,7 @@ class ChatFormat:
         return Prompt(text, _monotone(starts), pinned or 0, answer, contents)
 
     def encode(self, prompt_text: str) -> GuardedEncoding:
-        """The ids of a prompt's text; BOS is among them exactly if the template wrote it (case C19)."""
+        """The ids of a prompt's text; BOS is among them exactly if the template wrote it."""
         return self.tokenizer.encode_guarded(prompt_text)
 
     def _guard_message(self, message: Message) -> _Guarded:

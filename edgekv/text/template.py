@@ -1,7 +1,7 @@
 """The model's own chat template, run in a sandbox (`text/sandbox.py`).
 
-What a template says it wants is final: BOS is where it writes it and nowhere else (case C19), and messages it refuses
-are an error that quotes it (case C20). Nothing is merged or reordered to please it.
+What a template says it wants is final: BOS is where it writes it and nowhere else, and messages it refuses
+are an error that quotes it. Nothing is merged or reordered to please it.
 """
 
 from __future__ import annotations

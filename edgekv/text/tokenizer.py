@@ -1,4 +1,4 @@
-"""The tokenizer, and the guard that keeps what a user types from becoming control tokens (case C18).
+"""The tokenizer, and the guard that keeps what a user types from becoming control tokens.
 
 A chat template mixes its own control tokens with the users' words in one string, and a tokenizer cannot tell which is
 which. So contents are *guarded* before the template sees them:
@@ -58,7 +58,7 @@ class GuardedEncoding:
 
 
 class Tokenizer:
-    """A model's tokenizer. It adds no special tokens by itself: the chat template says which there are (case C19).
+    """A model's tokenizer. It adds no special tokens by itself: the chat template says which there are.
 
     Takes over `backend`: truncation, padding and the post-processor are switched off in it, stand-ins are added to it.
     """

@@ -5,11 +5,11 @@
     scales   float [K/g, N]   w = (code - zero) * scale
     g_idx    int32 [K]        the group of each input column; in act-order (`desc_act`) not in turn
 
-The trap (case C23): v1, which `checkpoint_format` "gptq" or its absence means, stores zero points minus one, v2 stores
+The trap: v1, which `checkpoint_format` "gptq" or its absence means, stores zero points minus one, v2 stores
 them as they are. GPTQModel makes the one from the other by adding 0x11111111 to whole words, so that a zero point of 0
 borrows from its neighbour; the same addition is its exact inverse and is what is done here.
 
-A g_idx of zeros (case C24) is an empty tensor, not one group. `group_size` -1 (case C25) is one group.
+A g_idx of zeros is an empty tensor, not one group. `group_size` -1 is one group.
 
 GPTQModel's `dynamic` gives layers whose names match a pattern parameters of their own, the first that matches: another
 group size, or 8 bits, which an output head or a few sensitive layers get. "-:" marks layers left in floats, which

@@ -198,7 +198,7 @@ class SafetensorsSource(HubFolder):
                 )
 
     def _with_head(self, spec: ModelSpec, unsaid: bool) -> ModelSpec:
-        """The spec with `tied_embeddings` as the tensors have it (case C26).
+        """The spec with `tied_embeddings` as the tensors have it.
 
         A quantised head is a head of its own whatever the config says; a float copy of the embedding under the head's
         name, which many writers add, is not. A config that says nothing means what is there.

@@ -127,7 +127,7 @@ def group_order(tensors: TensorFiles, name: str, blocks: Blocks) -> Order | None
     """The order of input columns that puts each group of an act-order layer side by side; None if they lie so.
 
     `name` is the tensor that gives the group of each column. All columns in one group, where there should be several,
-    means that nobody filled the tensor in (case C24): the groups then lie side by side.
+    means that nobody filled the tensor in: the groups then lie side by side.
     """
     groups = tensors.raw(name, ("I32", "I64"), (blocks.columns,))
     in_turn = np.arange(blocks.columns) // blocks.size

@@ -249,7 +249,7 @@ def _add_norm(graph: Graph, name: str, delta: str, hidden: str, gain: np.ndarray
 
 
 def _head(graph: Graph, matrix: Matrices, normed: str, tied: Linear) -> None:
-    graph.node("ReduceSum", [normed], ["check"], keepdims=1)  # not finite if any hidden state is not (case C13)
+    graph.node("ReduceSum", [normed], ["check"], keepdims=1)  # not finite if any hidden state is not
     graph.output("check", TensorProto.FLOAT, [1, 1, 1])
     factors = graph.spec.multipliers
     chosen = graph.node("Gather", [normed, "rows"], ["head_in"], axis=1)

@@ -1,4 +1,4 @@
-"""After a run gave numbers that are not finite: which layer they came from (case C13).
+"""After a run gave numbers that are not finite: which layer they came from.
 
 The failing tokens are run once more, from an empty float cache, through a copy of the graph that also returns the
 residual stream after every layer. Weights are mapped and not packed, so this takes little memory; it is slow, once.

@@ -43,7 +43,7 @@ class OnnxOptions:
 
 
 def check_combination(kv: KVSpec, options: OnnxOptions) -> None:
-    """Refuse what does not run, before anything is loaded (case C09).
+    """Refuse what does not run, before anything is loaded.
 
     Raises:
         InvalidOption, UnsupportedModel: says what to use instead.
