@@ -22,8 +22,6 @@ from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec
 
 Logits = npt.NDArray[np.float32]
-
-
 Rows = npt.NDArray[np.generic]
 PinnedAngles = Literal["moved", "own"]
 

@@ -13,14 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from edgekv.engines.rope import inverse_frequencies, rope_tables
+from edgekv.engines.rope import Float32, Float64, inverse_frequencies, rope_tables
 from edgekv.errors import UnsupportedModel
 from edgekv.model.spec import RopeSpec
-
-Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
 
 COMPARED_ROWS = 2048
 TOLERANCE = 2e-3

@@ -23,7 +23,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,6 @@ from edgekv.kv.spec import GRANULARITIES, Granularity, KVDtype
 from edgekv.model.spec import ModelSpec
 
 Float32 = npt.NDArray[np.float32]
-Target = Literal["genai", "vllm"]
 
 GENAI_QMAX: dict[KVDtype, float] = {"int8": 128.0, "int4": 8.0, "fp8": 448.0}
 """The divisors that onnxruntime-genai's builder calibrates against; edgekv's own (kv.quant.LIMIT) are a code less."""

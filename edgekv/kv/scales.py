@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from edgekv.errors import ScalesError
 from edgekv.files import atomic_file
-from edgekv.kv.quant import LIMIT, coarsen, pair_norms
+from edgekv.kv.quant import LIMIT, Float32, coarsen, pair_norms
 from edgekv.kv.spec import Granularity, KVDtype, scales_dtype
 from edgekv.model.spec import ModelSpec
 
@@ -36,8 +36,6 @@ REQUIRED = ("k", "v")
 TENSORS = (*REQUIRED, "k_centre", "v_centre")  # in the order of the hash
 DEFAULT_NAME = "kv_scales.safetensors"
 """The file in a model's folder for INT8 per channel; others carry their dtype and granularity in the name."""
-
-Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import numpy as np
 from edgekv.engines.onnx.binding import Array
 from edgekv.engines.onnx.native import BLOCK, TOGETHER
 from edgekv.engines.rope import inverse_frequencies, settled
-from edgekv.kv.quant import LIMIT
-from edgekv.kv.scales import Float32, KVScales
+from edgekv.kv.quant import LIMIT, Float32
+from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import BITS, KVSpec
 from edgekv.model.spec import ModelSpec
 
