@@ -27,7 +27,7 @@ from transformers import AutoConfig
 from edgekv.engines.onnx import engine as onnx_engine
 from edgekv.engines.onnx.binding import DeviceCache
 from edgekv.engines.onnx.engine import OnnxEngine
-from edgekv.engines.onnx.ring import Part, RingInputs
+from edgekv.engines.onnx.ring import RingInputs, RunPart
 from edgekv.engines.rope import rope_tables
 from edgekv.errors import InvalidOption
 from edgekv.generate import Timeline
@@ -424,7 +424,7 @@ def _without_second_rotation(engine: OnnxEngine, move: Move) -> None:
     type(engine).evict(engine, move)
     place = RingInputs.place_parts
 
-    def broken(parts: Sequence[Part]) -> None:
+    def broken(parts: Sequence[RunPart]) -> None:
         place(engine._inputs, parts)
         for angles in engine._inputs.angles.values():
             table = angles.fill(parts[0].past + parts[0].evicted, np.zeros(sum(part.tokens for part in parts)))
@@ -437,7 +437,7 @@ def _one_slot_beside(engine: OnnxEngine, move: Move) -> None:
     type(engine).evict(engine, move)
     place = RingInputs.place_parts
 
-    def broken(parts: Sequence[Part]) -> None:
+    def broken(parts: Sequence[RunPart]) -> None:
         place(engine._inputs, parts)
         engine._inputs._state[: len(parts), 2] += 1  # the operator is told of one pinned slot too many
 

@@ -17,7 +17,7 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from edgekv.engines.onnx import adapt, native
-from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, HostCache, ring_dtype, row_items
+from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, HostCache, gqa_row_items, ring_dtype
 from edgekv.engines.onnx.ring import RingCache
 from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
 from edgekv.errors import UnsupportedModel
@@ -123,7 +123,7 @@ def _bound(
 
 def _random_rows(spec: ModelSpec, kv: KVSpec, part: str, random: np.random.Generator, *, own: bool) -> Array:
     """Rows of C tokens as the operator holds them, [K, C, row]."""
-    items = code_items(spec.head_dim, kv.dtype, part) if own else row_items(spec, kv.dtype)
+    items = code_items(spec.head_dim, kv.dtype, part) if own else gqa_row_items(spec, kv.dtype)
     codes = random.integers(-100, 101, (spec.num_kv_heads, kv.capacity, items))
     held = ring_dtype(kv.dtype) if own else np.dtype(CACHE_DTYPES[kv.dtype])
     rows = (codes * _SCALE if kv.dtype == "float" else codes).astype(held)

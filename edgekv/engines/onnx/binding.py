@@ -37,8 +37,9 @@ def ring_dtype(dtype: KVDtype) -> np.dtype[Any]:
     return np.dtype(np.int8 if dtype in ROW_FACTORS else CACHE_DTYPES[dtype])
 
 
-def row_items(spec: ModelSpec, dtype: KVDtype) -> int:
-    """Array items in one row (one token of one KV head): D, or D/2 where two channels share a byte."""
+def gqa_row_items(spec: ModelSpec, dtype: KVDtype) -> int:
+    """Array items of a row (one token of one KV head) of GroupQueryAttention's: D, or D/2 where two channels share a
+    byte. Those of edgekv's own operator are kv/rows.py's."""
     return spec.head_dim // 2 if dtype == "int4" else spec.head_dim
 
 
@@ -60,7 +61,7 @@ class HostCache:
     """The cache in host memory, one allocation for keys and one for values."""
 
     def __init__(self, spec: ModelSpec, kv: KVSpec) -> None:
-        shape = (spec.num_layers, spec.num_kv_heads, kv.capacity, row_items(spec, kv.dtype))
+        shape = (spec.num_layers, spec.num_kv_heads, kv.capacity, gqa_row_items(spec, kv.dtype))
         self._parts = {part: np.zeros(shape, CACHE_DTYPES[kv.dtype]) for part in "kv"}  # [L, K, C, row]
 
     def layers(self, part: str) -> Array:
@@ -99,7 +100,7 @@ class DeviceCache:
     def __init__(self, spec: ModelSpec, kv: KVSpec, device: str) -> None:
         from onnxruntime import OrtValue
 
-        shape = (1, spec.num_kv_heads, kv.capacity, row_items(spec, kv.dtype))
+        shape = (1, spec.num_kv_heads, kv.capacity, gqa_row_items(spec, kv.dtype))
         dtype = CACHE_DTYPES[kv.dtype]
         self._parts = {  # an array each: on a CPU device the value does not copy it
             part: [OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), device, 0) for _ in range(spec.num_layers)]

@@ -19,7 +19,7 @@ from edgekv.engines.onnx.centre import CentreTable
 from edgekv.engines.onnx.moved import MovedCache, MovedInputs
 from edgekv.engines.onnx.opening import open_session
 from edgekv.engines.onnx.options import OnnxOptions, Operator, attention_operator, check_combination
-from edgekv.engines.onnx.ring import Part, RingCache, RingInputs
+from edgekv.engines.onnx.ring import RingCache, RingInputs, RunPart
 from edgekv.errors import EngineError
 from edgekv.kv.quant import E4M3
 from edgekv.kv.rows import own_rows
@@ -112,7 +112,7 @@ class OnnxEngine(CachedEngine):
                 logits.append(self._execute(run, self.length - len(run), range(first, len(run))))
         return np.concatenate(logits) if all_logits else logits[-1][0]
 
-    def _enter(self, inputs: RingInputs, tokens: Sequence[int], waiting: list[Move]) -> Iterator[Part]:
+    def _enter(self, inputs: RingInputs, tokens: Sequence[int], waiting: list[Move]) -> Iterator[RunPart]:
         """Count a run's tokens as cached, and make those moves that are due within it."""
         while tokens:
             if self.length == self._kv.capacity:

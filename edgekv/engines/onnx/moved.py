@@ -13,7 +13,7 @@ import numpy as np
 
 from edgekv.engines.base import Logits, PinnedAngles, check_rows
 from edgekv.engines.cached import CacheLayout
-from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, CacheMemory, bind_array, row_items
+from edgekv.engines.onnx.binding import CACHE_DTYPES, Array, CacheMemory, bind_array, gqa_row_items
 from edgekv.engines.rope import rope_inputs, rope_tables, settled_ropes
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
@@ -29,7 +29,7 @@ class MovedCache(CacheLayout):
     def __init__(self, memory: CacheMemory, spec: ModelSpec, kv: KVSpec) -> None:
         super().__init__()
         self.memory = memory
-        self._heads, self._row, self._dtype = spec.num_kv_heads, row_items(spec, kv.dtype), CACHE_DTYPES[kv.dtype]
+        self._heads, self._row, self._dtype = spec.num_kv_heads, gqa_row_items(spec, kv.dtype), CACHE_DTYPES[kv.dtype]
 
     def bind(self, io: Any) -> None:
         """Bind every layer."""

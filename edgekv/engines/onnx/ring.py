@@ -220,7 +220,7 @@ class RingCache(RingLayout):
         return True
 
 
-class Part(NamedTuple):
+class RunPart(NamedTuple):
     """Tokens of one run between two evictions: what the operator is told of the cache before them, and how many."""
 
     past: int
@@ -257,16 +257,16 @@ class RingInputs:
         """Whether a run may go over evictions. Not where keys have a centre: its table has one angle for each slot."""
         return not self._cache.centred
 
-    def enter(self, past: int, count: int) -> Part:
+    def enter(self, past: int, count: int) -> RunPart:
         """The next part of a run, `count` tokens behind `past` others, in the cache's state of this moment."""
         self._cache.place(past, count)
-        return Part(past, self._cache.evicted, self._cache.pinned, self._kv.capacity, count)
+        return RunPart(past, self._cache.evicted, self._cache.pinned, self._kv.capacity, count)
 
     def place(self, past: int, count: int) -> None:
         """Before a run of `count` tokens behind `past` others."""
         self.place_parts([self.enter(past, count)])
 
-    def place_parts(self, parts: Sequence[Part]) -> None:
+    def place_parts(self, parts: Sequence[RunPart]) -> None:
         """Before a run that consists of these."""
         count = sum(part.tokens for part in parts)
         state, changed = self._state[: len(parts)], self._placed != (count, len(parts))
