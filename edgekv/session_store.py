@@ -125,9 +125,16 @@ class SessionStore:
         for info in self.list():
             if info.identity.name == model:
                 return info.path.stem
-        raise SessionError(
-            f"There is no saved conversation with {model} in {self.folder}: begin one without --continue."
-        )
+        raise self._none(f"with {model} ")
+
+    def require_any(self) -> None:
+        """Refuse to go on where nothing is saved.
+
+        Raises:
+            SessionError: there is no conversation with any model.
+        """
+        if not self.list():
+            raise self._none("")
 
     def new_name(self, model: str) -> str:
         """A name for a new conversation: model and time. One that has never been saved may be open elsewhere."""
@@ -136,6 +143,9 @@ class SessionStore:
         taken = {path.stem for path in self.folder.glob(f"*{SUFFIX}")}
         taken |= {path.stem.removeprefix(".") for path in self.folder.glob(".*.lock")}
         return next(name for name in (base, *(f"{base}-{n}" for n in range(2, 1000))) if name not in taken)
+
+    def _none(self, kind: str) -> SessionError:
+        return SessionError(f"There is no saved conversation {kind}in {self.folder}: begin one without --continue.")
 
 
 def _taken(name: str) -> NoReturn:

@@ -60,8 +60,8 @@ class Keeping:
 
     def check(self, store: SessionStore) -> None:
         """Refuse to go on where nothing is kept, before a model is made ready."""
-        if self.resume and not self.session and not store.list():
-            store.newest("any model")
+        if self.resume and not self.session:
+            store.require_any()
 
     def name(self, store: SessionStore, model: str) -> str:
         """What the conversation is called, or '' if it is not kept: one that is typed is, one from a pipe is not."""
