@@ -52,11 +52,12 @@ class Keeping:
     session: str | None
     reread: bool
     no_save: bool
+    once: bool = False  # one answer and exit, which is no conversation
 
     @classmethod
-    def taken_from(cls, values: dict[str, Any]) -> Keeping:
+    def taken_from(cls, values: dict[str, Any], *, once: bool) -> Keeping:
         """Take these options out of those of the command."""
-        return cls(*(values.pop(name) for name in ("resume", "session", "reread", "no_save")))
+        return cls(*(values.pop(name) for name in ("resume", "session", "reread", "no_save")), once)
 
     def check(self, store: SessionStore) -> None:
         """Refuse to go on where nothing is kept, before a model is made ready."""
@@ -64,10 +65,11 @@ class Keeping:
             store.require_any()
 
     def name(self, store: SessionStore, model: str) -> str:
-        """What the conversation is called, or '' if it is not kept: one that is typed is, one from a pipe is not."""
+        """What the conversation is called, or '' if it is not kept: one that is typed is, one from a pipe or of a
+        single prompt is not."""
         if self.resume:
             return self.session or store.newest(model)
-        if self.session or self.no_save or not sys.stdin.isatty():
+        if self.session or self.no_save or self.once or not sys.stdin.isatty():
             return self.session or ""  # with --no-save it is read and not written
         return store.new_name(model)
 
@@ -99,9 +101,10 @@ def command(model: str, prompt: str | None, system: str | None, as_json: bool, *
     """Chat with MODEL: a catalog name, a model directory, a GGUF file, or a folder with safetensors or an ONNX graph.
 
     When the cache is full the oldest turns leave and you are told; the system prompt stays. From a pipe, each line is
-    one message. A conversation that is typed is saved after every answer, and --continue goes on with it.
+    one message. A conversation that is typed is saved after every answer, and --continue goes on with it; what
+    --prompt asks is saved with --session or --continue only.
     """
-    keeping = Keeping.taken_from(values)
+    keeping = Keeping.taken_from(values, once=prompt is not None)
     sampling = given(SamplingOptions, values)
     options = LoadOptions(**(_DEFAULTS | given(LoadOptions, values)))
     SamplingOptions(**sampling)  # refused before anything is downloaded, converted or loaded, as is what follows

@@ -251,6 +251,19 @@ def test_where_nothing_can_be_written_there_is_a_chat_all_the_same(
             Keeping(False, "talk", False, False).open(stack, store, "tiny")
 
 
+def test_a_single_prompt_is_no_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`edgekv chat -p` at a terminal leaves nothing, unless it is to be kept; what is typed is."""
+    typed = io.StringIO()
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", typed)
+    store = SessionStore(tmp_path)
+    with ExitStack() as stack:
+        assert Keeping(False, None, False, False, once=True).open(stack, store, "tiny") is None
+        assert list(tmp_path.iterdir()) == []
+        for keeping in (Keeping(False, "talk", False, False, once=True), Keeping(False, None, False, False)):
+            assert keeping.open(stack, store, "tiny") is not None
+
+
 def test_sessions_of_another_home(chat_model: ConvertedModel, tmp_path: Path) -> None:
     """--home says where, as in `edgekv chat`; the words are printed as they were."""
     there = ("--home", tmp_path)
