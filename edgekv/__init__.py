@@ -11,11 +11,13 @@ Names are loaded when they are first used: importing edgekv imports no tensor li
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing's own takes as long to load as all else here
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from edgekv.aio import AsyncRuntime
     from edgekv.api import LoadOptions, Reply, Runtime, load
     from edgekv.chat import Dialogue

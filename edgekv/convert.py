@@ -31,6 +31,7 @@ from edgekv.model.converted import (
     open_converted,
     write_description,
 )
+from edgekv.uninterrupted import uninterrupted
 from edgekv.units import format_bytes
 from edgekv.weights import Held, WeightSource, open_source
 from edgekv.weights.base import NO_TOKENIZER, Form, TokenizerFiles, form_of, join_rows, packed_bytes
@@ -196,7 +197,8 @@ def _write_text_files(texts: TokenizerFiles, folder: Path) -> None:
 
 
 def _write_graph(source: WeightSource, holder: _Holder, folder: Path, progress: Progress) -> None:
-    import onnx
+    with uninterrupted():
+        import onnx
 
     from edgekv.engines.onnx.adapt import set_cache
     from edgekv.engines.onnx.build import build

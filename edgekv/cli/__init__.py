@@ -14,6 +14,7 @@ import click
 
 from edgekv import __version__
 from edgekv.errors import EdgeKVError
+from edgekv.uninterrupted import uninterrupted
 
 COMMANDS = {
     "chat": "Chat with a model in the terminal.",
@@ -43,7 +44,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command = import_module(f"edgekv.cli.{name}").command
+        with uninterrupted():
+            command = import_module(f"edgekv.cli.{name}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -64,13 +66,8 @@ def group() -> None:
     """Chat with a 4-bit model for as long as you like, in a fixed amount of memory."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 fine, 2 refused with a reason, 130 interrupted, 1 a bug."""
-    sys.exit(run(arguments))
-
-
 def run(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line and return its exit code: 0 fine, 2 refused with a reason, 130 interrupted, 1 a bug."""
     _open_streams()
     try:
         result: Any = group.main(arguments, prog_name="edgekv", standalone_mode=False)

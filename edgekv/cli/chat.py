@@ -57,7 +57,8 @@ class Keeping:
     @classmethod
     def taken_from(cls, values: dict[str, Any], *, once: bool) -> Keeping:
         """Take these options out of those of the command."""
-        return cls(*(values.pop(name) for name in ("resume", "session", "reread", "no_save")), once)
+        resume, session, reread, no_save = (values.pop(name) for name in ("resume", "session", "reread", "no_save"))
+        return cls(resume, session, reread, no_save, once)
 
     def check(self, store: SessionStore) -> None:
         """Refuse to go on where nothing is kept, before a model is made ready."""

@@ -14,7 +14,7 @@ import edgekv
 PACKAGE = Path(edgekv.__file__).parent
 
 RANKS = {
-    "about": 0, "errors": 0, "units": 0, "files": 0, "slices": 0,
+    "about": 0, "errors": 0, "units": 0, "files": 0, "slices": 0, "uninterrupted": 0,
     "model.spec": 1, "kv.spec": 1,
     "model": 2, "weights": 2, "kv": 2, "text": 2, "device": 2, "sampling": 2,
     "engines": 3, "holding": 3,

@@ -12,6 +12,7 @@ from edgekv.errors import DependencyMissing, EngineError, UnsupportedModel
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
 from edgekv.model.converted import ConvertedModel
+from edgekv.uninterrupted import uninterrupted
 
 if TYPE_CHECKING:
     import onnx
@@ -101,7 +102,8 @@ def _other_graph(
     """The stored graph has an INT8 cache with a scale a channel; any other kind is made from it in memory.
 
     Returns the folder that its weights' places are relative to, too."""
-    from edgekv.engines.onnx import adapt
+    with uninterrupted():
+        from edgekv.engines.onnx import adapt
 
     graph, folder = load_graph(model)
     adapt.set_cache(graph, kv.dtype, kv.granularity)
@@ -128,7 +130,8 @@ def load_graph(model: ConvertedModel) -> tuple[onnx.ModelProto, Path]:
 
 def _import_onnxruntime() -> Any:
     try:
-        import onnxruntime
+        with uninterrupted():
+            import onnxruntime
     except ImportError as error:
         raise DependencyMissing(
             f"ONNX Runtime cannot be imported ({error}). Install exactly one of: pip install onnxruntime (CPU), "
