@@ -29,16 +29,22 @@ main()
 
 def test_a_ctrl_c_comes_when_the_block_has_ended() -> None:
     """And then as ever; an error of the block goes first."""
+    ended: list[bool] = []
+
+    def loading(error: Exception | None = None) -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            ended.append(True)
+            if error is not None:
+                raise error
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        reached = False
-        with pytest.raises(KeyboardInterrupt), uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-            reached = True
-        assert reached
-        with pytest.raises(ImportError), uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-            raise ImportError
+        with pytest.raises(KeyboardInterrupt):
+            loading()
+        with pytest.raises(ImportError):
+            loading(ImportError())
+        assert ended == [True, True]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
