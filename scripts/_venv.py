@@ -55,7 +55,12 @@ def _pip(python: Path, requirements: list[str]) -> None:
 
 def _digest(extras: str, first: tuple[str, ...]) -> str:
     digest = hashlib.sha256(repr((extras, first, sys.version_info[:2], str(ROOT))).encode())
-    native = (path for path in (ROOT / "edgekv" / "native").iterdir() if path.is_file())
-    for path in sorted([ROOT / "pyproject.toml", ROOT / "scripts" / "build_operator.py", *native]):
+    for path in sorted([ROOT / "pyproject.toml", ROOT / "scripts" / "build_operator.py", *_built()]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _built() -> list[Path]:
+    """What the native operator is built from: neither its notes nor its test and benchmark programs."""
+    files = [path for path in (ROOT / "edgekv" / "native").iterdir() if path.suffix in (".cpp", ".h", ".inl", ".txt")]
+    return [path for path in files if not path.name.startswith(("test_", "bench_"))]

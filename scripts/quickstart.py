@@ -6,6 +6,7 @@ option of that command works here.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -14,11 +15,12 @@ from _venv import ensure
 
 def main() -> int:
     """Set up and chat; returns the chat's exit code."""
-    python = ensure(".venv", "")
     try:
-        return subprocess.run([str(python), "-m", "edgekv", "chat", *sys.argv[1:]], check=False).returncode
+        python = ensure(".venv", "")
     except KeyboardInterrupt:
         return 130
+    signal.signal(signal.SIGINT, lambda *_: None)  # it is the chat's; subprocess.run would kill that a moment later
+    return subprocess.run([str(python), "-m", "edgekv", "chat", *sys.argv[1:]], check=False).returncode
 
 
 if __name__ == "__main__":
