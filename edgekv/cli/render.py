@@ -14,6 +14,7 @@ import click
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from edgekv.generate import Event, Evicted, Finished, NotedDown, PrefillProgress, TextDelta, Usage
 from edgekv.kv.plan import Plan
@@ -63,24 +64,56 @@ def shortened(text: str, most: int = 50) -> str:
     return f'"{line}"' if len(line) <= most else f'"{line[: most - 3]}..."'
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[int] = (),
+    spare: Sequence[int] = (),
+) -> None:
     """A table on stdout, each row on a line of its own: what is too long for a terminal goes on in its next line, so
-    that names can be copied. `right` names the columns that hold numbers."""
+    that names can be copied.
+
+    Args:
+        right: the columns that hold numbers.
+        spare: columns that a terminal too narrow for all goes without, the first of them first, until there is some
+            room for the last column; that is then cut to the room there is. Which ones these are is told.
+    """
     if title:
         say(title)
     head = [list(columns)] if any(columns) else []
     lines = [[cell.replace("\n", " ") for cell in row] for row in (*head, *rows)]
     widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
+    kept = _kept(widths, spare, out.width) if spare and out.is_terminal else list(range(len(widths)))
     for index, row in enumerate(lines):
-        cells = zip(row, widths, (index in right for index in range(len(row))), strict=True)
+        text = "  ".join(_padded(row[at], widths[at], at in right) for at in kept).rstrip()
         style = "bold" if index < len(head) else None
-        out.print(
-            "  ".join(_padded(*cell) for cell in cells).rstrip(), style=style, markup=False, emoji=False, soft_wrap=True
-        )
+        out.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
+    if missing := [name for at, name in enumerate(columns) if at not in kept]:
+        note(f"[no room here for: {', '.join(missing)}; a wider terminal or a pipe has them]")
+
+
+_LEAST = 20  # columns of the terminal that the last one of a table is given before others are left out
+
+
+def _kept(widths: list[int], spare: Sequence[int], room: int) -> list[int]:
+    """The columns that a terminal has room for; the last one's width is made what is left for it."""
+    kept, wanted = list(range(len(widths))), min(widths[-1], _LEAST)
+    for at in spare:
+        if sum(widths[index] + 2 for index in kept[:-1]) + wanted <= room:
+            break
+        kept.remove(at)
+    widths[-1] = min(widths[-1], max(room - sum(widths[index] + 2 for index in kept[:-1]), 1))
+    return kept
 
 
 def _padded(text: str, width: int, to_right: bool) -> str:
-    """A cell of so many columns of the terminal."""
+    """A cell of so many columns of the terminal; what is longer is cut, and shows it."""
+    if cell_len(text) > width:
+        whole = Text(text)
+        whole.truncate(width, overflow="ellipsis")
+        text = whole.plain
     blank = " " * (width - cell_len(text))
     return blank + text if to_right else text + blank
 

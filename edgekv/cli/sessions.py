@@ -44,7 +44,7 @@ def list_sessions(home: Path | None) -> None:
     ]
     if rows:
         columns = ["name", "saved", "model", "messages", "tokens", "evicted", "size", "began with"]
-        render.table("", columns, rows, right=range(3, 7))
+        render.table("", columns, rows, right=range(3, 7), spare=(5, 3, 2, 4, 6, 1))  # all but name and beginning
     else:
         render.note(f"No saved conversations in {store.folder}.")
 

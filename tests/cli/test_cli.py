@@ -182,6 +182,26 @@ def test_tables_are_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{'name':90}  size\n{'n' * 90}     1\n\u6f22\u5b57{' ' * 86}    20\n"
 
 
+def test_a_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes without columns that can be spared, which is told, and shows what it cuts of the last one; names stay."""
+    columns, row = ["name", "saved", "tokens", "began with"], ["n" * 30, "2026-11-30", "7", "\u6f22" * 20]
+    lines = {}
+    for width in (120, 80, 52, 40, 20):
+        terminal = Console(width=width, force_terminal=True, color_system=None)
+        monkeypatch.setattr(render, "out", terminal)
+        render.table("", columns, [row], right=[2], spare=(2, 1))
+        printed = capsys.readouterr()
+        lines[width] = printed.out.splitlines()
+        assert [name for name in columns if name not in lines[width][0] and name in printed.err] == {
+            120: [], 80: [], 52: ["saved", "tokens"], 40: ["saved", "tokens"], 20: ["saved", "tokens"],
+        }[width]  # fmt: skip
+        assert lines[width][1].startswith("n" * 30)
+    assert lines[120][1].endswith("7  " + "\u6f22" * 20)
+    assert lines[80][1].endswith("7  " + "\u6f22" * 13 + " \u2026")
+    assert lines[52][1] == "n" * 30 + "  " + "\u6f22" * 9 + " \u2026"
+    assert lines[40][1] == "n" * 30 + "  " + "\u6f22" * 3 + " \u2026"
+
+
 def test_on_a_terminal_lines_break_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
