@@ -329,6 +329,8 @@ class ChatLoop:
 
     def _save(self, name: str) -> None:
         path = _named(name)
+        if not path.parent.is_dir():
+            raise InvalidOption(f"{path.parent} is no folder: make it first, or choose another place.")
         if path.suffix == ".json":
             _check_replaced(path, read_conversation)
             write_conversation(path, self.session.messages)

@@ -163,6 +163,14 @@ def test_a_file_that_is_no_conversation_is_not_written_over(chat_model: Converte
     assert other.read_text() == "{}"
 
 
+def test_saving_makes_no_folders(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """A name with a mistake in it is told, as other programs do."""
+    typed = "\n".join(f"/save {tmp_path / name}" for name in ("none/talk", "none/talk.json", "talk"))
+    result = edgekv("chat", chat_model.folder, "--context", "128", stdin=typed)
+    assert result.stderr.count(f"error: {tmp_path / 'none'} is no folder: make it first") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.safetensors"]
+
+
 def test_the_line_of_progress_is_taken_back(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
