@@ -275,12 +275,14 @@ class Chat:
         return reusable(prompt.ids, min(prompt.outline.pinned, self.timeline.engine.kv.max_pinned))
 
     def _check(self, prompt: EncodedPrompt, state: Window, request: ChatRequest) -> LengthReport:
+        engine = self.timeline.engine
         return check_lengths(
             prompt.outline,
             state,
-            max_pinned=self.timeline.engine.kv.max_pinned,
+            max_pinned=engine.kv.max_pinned,
             max_new_tokens=request.sampling.max_new_tokens,
             overflow=request.overflow,
+            whole=engine.kv.holds_all_of(engine.spec.max_context),
         )
 
     def _request(self, prompt: EncodedPrompt, report: LengthReport) -> Request:

@@ -117,10 +117,11 @@ def next_task(pad: Notepad, messages: Sequence[Message], measure: Measure) -> Ta
     borders = [index for index in range(first + 1, len(messages)) if messages[index]["role"] == "user"]
     capacity = measure(messages[-1:]).capacity
     if not borders:
-        found = measure(pad.view(messages)).input_tokens
+        report = measure(pad.view(messages))
+        found = report.input_tokens
         raise ContextOverflow(
             f"The prompt is {found} tokens and there is nothing left to note down, but the cache holds {capacity}: "
-            "shorten the message, or load the model with a larger --context.",
+            f"shorten the message, or {report.more_room}.",
             input_tokens=found,
             max_allowed=capacity - 1,
         )
@@ -157,8 +158,7 @@ def _limit(lead: Sequence[Message], measure: Measure) -> int:
     if limit < LEAST_TOKENS:
         raise ContextOverflow(
             f"The system prompt is {report.pinned} tokens with a note's heading, but at most {most} (a quarter of the "
-            f"cache) can be kept for good, and a note needs {LEAST_TOKENS} of them: shorten it, or load the model with "
-            "a larger --context.",
+            f"cache) can be kept for good, and a note needs {LEAST_TOKENS} of them: shorten it, or {report.more_room}.",
             input_tokens=report.pinned,
             max_allowed=most - LEAST_TOKENS - 2,
         )

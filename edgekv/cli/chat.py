@@ -198,7 +198,9 @@ class ChatLoop:
         printer.end()
         self._save_now()
         if self.last is not None and not self.as_json:
-            render.print_limit(self.last, self.session.sampling)
+            plan = self.runtime.plan
+            whole = plan.kv.holds_all_of(plan.spec.max_context)
+            render.print_limit(self.last, self.session.sampling, self.session.overflow, whole=whole)
         if render.console.is_terminal and not self.as_json:
             render.note(self._status() if self.last else "[stopped] " + self._status())
         return 0 if self.last else 130

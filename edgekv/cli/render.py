@@ -20,7 +20,7 @@ from edgekv.generate import Event, Evicted, Finished, NotedDown, PrefillProgress
 from edgekv.kv.plan import Plan
 from edgekv.kv.spec import KVDtype
 from edgekv.sampling import SamplingOptions
-from edgekv.text.precheck import LengthReport
+from edgekv.text.precheck import LengthReport, Overflow
 from edgekv.units import format_bytes
 
 if TYPE_CHECKING:
@@ -257,14 +257,18 @@ class AnswerPrinter:
             self._reading = False
 
 
-def print_limit(finished: Finished, sampling: SamplingOptions) -> None:
-    """What ended an answer that the model would have gone on with."""
+def print_limit(finished: Finished, sampling: SamplingOptions, overflow: Overflow, *, whole: bool) -> None:
+    """What ended an answer that the model would have gone on with. whole: the cache holds the model's own context."""
     tokens = finished.usage.output_tokens
     if finished.finish_reason == "time":
         note(f"[cut: the answer may take {sampling.max_seconds:g} s (--max-seconds)]")
     elif finished.finish_reason == "length":
-        asked = tokens == sampling.max_new_tokens
-        why = "--max-new-tokens" if asked else "the cache has no room for more: a larger --context has"
+        room = "the cache has no room for more" + (
+            ", which --overflow window makes" if whole else ": a larger --context has"
+        )
+        if overflow == "window":
+            room = "as many as the cache holds: --max-new-tokens may ask for more"
+        why = "--max-new-tokens" if tokens == sampling.max_new_tokens else room
         note(f"[cut: the answer may have {tokens} tokens ({why})]")
 
 

@@ -106,6 +106,10 @@ class KVSpec:
         slots = -(-(window + chunk + UNDO_TOKENS) // 16) * 16  # whole blocks (native/kernels.h)
         return slots if 0 < window <= shortest and slots < self.capacity else self.capacity
 
+    def holds_all_of(self, max_context: int) -> bool:
+        """Whether a larger cache is no remedy: a model's own context has no more, or less than the least cache."""
+        return max_context - self.capacity < MIN_CAPACITY
+
     @property
     def max_pinned(self) -> int:
         """The most tokens that may be pinned: C / 4."""

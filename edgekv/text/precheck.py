@@ -23,8 +23,12 @@ from edgekv.kv.window import Span, Window
 Overflow = Literal["error", "window", "summarise"]
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
-_LARGER = "or load the model with a larger --context"
+LARGER = "load the model with a larger --context"
+LONGER = "take a model with a longer context: the cache holds all of this one's"
+"""What whoever loads the model can do; LONGER where a larger cache cannot be had."""
+
 _SERVE_LARGER = "give it more room (a larger --context)"
+_SERVE_LONGER = "choose a model with a longer context"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,12 @@ class LengthReport:
     problem: str = ""  # why it is refused; empty: it fits
     told_client: str = ""  # the same for someone who sends messages to a server, and has no say in how it runs
     too_long: int = 0  # if refused: the tokens that max_allowed is the limit of (of the prompt, or of one message)
+    whole: bool = False  # the cache holds the model's whole context, so that a larger one cannot be had
+
+    @property
+    def more_room(self) -> str:
+        """What whoever loads the model can do for more room."""
+        return LONGER if self.whole else LARGER
 
     @property
     def fits(self) -> bool:
@@ -97,29 +107,40 @@ class _Limit:
     """The most that is accepted and, if the prompt is more, why it is refused and what there is of that.
 
     Attributes:
-        fact: what is too long for what. sender: what its sender can do about it. owner: what whoever loaded the model
-            can do; served: that as an option of the server.
+        fact: what is too long for what. sender: what its sender can do about it.
+        turns_may_leave: another overflow policy is a remedy, too.
     """
 
     max_allowed: int
     too_long: int = 0
     fact: str = ""
     sender: str = ""
-    owner: str = ""
-    served: str = ""
+    turns_may_leave: bool = False
 
-    @property
-    def problem(self) -> str:
-        return self.fact and f"{self.fact}: {self.sender}, {self.owner}."
+    def problem(self, whole: bool) -> str:
+        """With what whoever loaded the model can do. whole: the cache cannot be larger."""
+        owner = f"or {LONGER if whole else LARGER}"
+        if self.turns_may_leave:
+            owner = "or use overflow='window'" if whole else "use a larger --context, or overflow='window'"
+        return self.fact and f"{self.fact}: {self.sender}, {owner}."
 
-    @property
-    def told_client(self) -> str:
+    def told_client(self, whole: bool) -> str:
+        """With what the server's owner can do."""
+        remedies = [_SERVE_LONGER if whole else _SERVE_LARGER]
+        if self.turns_may_leave:
+            remedies = [*([] if whole else remedies), "let the oldest turns leave (--overflow window)"]
         fact = self.fact and f"{self.fact}: {self.sender}, or begin a new conversation."
-        return fact and f"{fact} Whoever runs this server can {self.served}."
+        return fact and f"{fact} Whoever runs this server can {', or '.join(remedies)}."
 
 
 def check_lengths(
-    prompt: PromptOutline, state: Window, *, max_pinned: int, max_new_tokens: int | None, overflow: Overflow
+    prompt: PromptOutline,
+    state: Window,
+    *,
+    max_pinned: int,
+    max_new_tokens: int | None,
+    overflow: Overflow,
+    whole: bool = False,
 ) -> LengthReport:
     """Work out what a prompt would do to the cache.
 
@@ -127,6 +148,7 @@ def check_lengths(
         state: the cache after everything reusable was kept and the rest forgotten; `state.pinned` is what the prompt
             wants pinned. Its reusable tokens are length + evicted.
         max_pinned: the most tokens that may be pinned.
+        whole: the cache holds the model's whole context, so that a larger one cannot be advised.
 
     Raises:
         InvalidOption: an unknown overflow policy.
@@ -138,7 +160,7 @@ def check_lengths(
     reused = state.length + state.evicted
     limit = _limit(prompt, state, max_pinned, max_new_tokens, overflow)
     before = answer = state
-    if not limit.problem:
+    if not limit.fact:
         starts = prompt.all_starts[bisect_left(prompt.all_starts, state.pinned + state.evicted) :]
         before = state.forecast(prompt.length - reused, starts, prompt.markers)
         answer = before.forecast(max_new_tokens or 0, starts, prompt.markers)
@@ -154,9 +176,10 @@ def check_lengths(
         evicts_with_answer=answer.evicted - state.evicted,
         turns_leaving=prompt.turns_in(state.pinned + state.evicted, state.pinned + before.evicted),
         turns_gone=prompt.turns_in(state.pinned, state.pinned + state.evicted),
-        problem=limit.problem,
-        told_client=limit.told_client,
+        problem=limit.problem(whole),
+        told_client=limit.told_client(whole),
         too_long=limit.too_long,
+        whole=whole,
     )
 
 
@@ -169,7 +192,7 @@ def _limit(
             f"The system prompt is {pinned} tokens, but at most {max_pinned} (a quarter of the cache of "
             f"{state.capacity}) can be kept for good"
         )
-        return _Limit(max_pinned, pinned, fact, "shorten it", _LARGER, _SERVE_LARGER)
+        return _Limit(max_pinned, pinned, fact, "shorten it")
     if overflow == "error":
         return _limit_of_whole(prompt.length, state.capacity, 1 if max_new_tokens is None else max_new_tokens)
     return _limit_of_message(prompt, state)
@@ -183,9 +206,8 @@ def _limit_of_whole(length: int, capacity: int, answer: int) -> _Limit:
     fact = f"The prompt is {length} tokens and {answer} for the answer are asked for, but the cache holds {capacity}"
     remedies = [f"send at most {allowed} tokens"] if allowed else []
     remedies += [f"ask for at most {room} tokens of answer"] if room > 0 else []
-    owner = "use a larger --context, or overflow='window'"
-    served = f"{_SERVE_LARGER}, or let the oldest turns leave (--overflow window)"
-    return _Limit(allowed, length, fact, ", ".join(remedies) or "send less and expect a shorter answer", owner, served)
+    sender = ", ".join(remedies) or "send less and expect a shorter answer"
+    return _Limit(allowed, length, fact, sender, turns_may_leave=True)
 
 
 def _limit_of_message(prompt: PromptOutline, state: Window) -> _Limit:
@@ -194,7 +216,7 @@ def _limit_of_message(prompt: PromptOutline, state: Window) -> _Limit:
     longest = _longest_new_turn(prompt, state)
     if longest > window:
         fact = f"One message is {longest} tokens, but the window behind the {state.pinned} pinned tokens holds {window}"
-        return _Limit(window, longest, fact, "split the message", _LARGER, _SERVE_LARGER)
+        return _Limit(window, longest, fact, "split the message")
     if not prompt.turn_starts:
         return _Limit(prompt.length)
     return _Limit(max(prompt.turn_starts[-1], state.length + state.evicted, state.pinned) + window)

@@ -24,10 +24,12 @@ from edgekv.cli.interrupt import Interrupt
 from edgekv.convert import convert
 from edgekv.engines.onnx import native
 from edgekv.errors import StorageError
-from edgekv.generate import PrefillProgress, TextDelta
+from edgekv.generate import Finished, PrefillProgress, TextDelta, Usage
 from edgekv.kv.scales import read_scales, write_scales
 from edgekv.model.converted import ConvertedModel
+from edgekv.sampling import SamplingOptions
 from edgekv.session_store import SavedSession, SessionStore
+from edgekv.text.precheck import Overflow
 
 DATA = Path(__file__).parents[1] / "data" / "llama-fp16"
 
@@ -234,6 +236,37 @@ def test_no_answer_is_cut_in_silence(chat_model: ConvertedModel) -> None:
         result = edgekv("chat", chat_model.folder, "--context", 64, "-p", "Hello", "--seed", 1, *limit)
         assert result.returncode == 0
         assert f"[cut: the answer {words}" in result.stderr, result.stderr
+
+
+def test_no_larger_context_is_advised_where_there_is_none(chat_model: ConvertedModel) -> None:
+    """The cache is as large as the model's own context: what else helps is told."""
+    most = chat_model.spec.max_context
+    long = "word " * most
+    for options, words in (
+        (("-p", long), "split the message, or take a model with a longer context: the cache holds all of this one's."),
+        (("-p", long, "--overflow", "error"), "send at most {allowed} tokens, or use overflow='window'."),
+        (("-p", "x", "--system", long), "shorten it, or take a model with a longer context"),
+        (("-p", "x", "--system", long, "--overflow", "summarise"), "shorten it, or take a model with a longer context"),
+    ):
+        message = refused(edgekv("chat", chat_model.folder, "--context", most, *options))
+        assert words.format(allowed=most - 1) in message
+
+
+@pytest.mark.parametrize(
+    ("overflow", "whole", "words"),
+    [
+        ("error", True, "the cache has no room for more, which --overflow window makes"),
+        ("summarise", False, "the cache has no room for more: a larger --context has"),
+        ("window", True, "as many as the cache holds: --max-new-tokens may ask for more"),
+    ],
+)
+def test_what_ended_an_answer_is_told_with_what_helps(
+    capsys: pytest.CaptureFixture[str], overflow: Overflow, whole: bool, words: str
+) -> None:
+    """An answer that nobody limited, in a cache that is full."""
+    usage = Usage(input_tokens=5, output_tokens=64, reused_tokens=0, evicted_tokens=0, prefill_s=0.1, decode_s=1.0)
+    render.print_limit(Finished("text", "length", usage), SamplingOptions(), overflow, whole=whole)
+    assert capsys.readouterr().err == f"[cut: the answer may have 64 tokens ({words})]\n"
 
 
 def test_no_save_saves_nothing(chat_model: ConvertedModel, tmp_path: Path) -> None:
