@@ -1,8 +1,8 @@
 """Rows of codes as edgekv's own operator holds them (INT8, K8V4, INT4): the reference, in numpy, of native/kernels.inl.
 
-A row has D codes and a factor f of its own, the least of 16 bits (the upper half of a float32) that keeps its codes
-within 127. A row of small numbers is then as finely divided as one of large ones, and nothing is ever clipped, whatever
-was calibrated.
+A row has D codes and a factor f of its own, a scale per token and head: the least bfloat16 that keeps its codes within
+127. A row of small numbers is then as finely divided as one of large ones, and nothing is ever clipped, whatever was
+calibrated.
 
     values   v ~ s f code            s the calibrated scale of each channel
     keys     k ~ r f (H code) / n    r the square roots of these scales, H a Hadamard matrix: H H = n I
@@ -41,7 +41,7 @@ from edgekv.kv.spec import BITS, FACTOR_BYTES, ROW_FACTORS, KVDtype
 Rows = npt.NDArray[np.int8]
 
 CELLS = 16
-"""That 4 bits tell apart."""
+"""How many cells 4 bits tell apart."""
 
 LEAST_FACTOR, LARGEST_FACTOR = np.float32(2.0**-64), np.float32(2.0**64)
 """Beyond these a row is as good as zero, or not finite."""
@@ -79,12 +79,12 @@ def dequantize_int4_values(rows: Rows, scales: Float32) -> Float32:
 
 
 def quantize_int4_keys(keys: Float32, scales: Float32) -> Rows:
-    """Rotated keys, less their centre, as rows of 4 bits; they have no scales, whatever is given."""
+    """Rotated keys, less their centre, [..., T, D] as rows of 4 bits, [..., T, D / 2 + 2]; `scales` are not used."""
     return _int4_rows(mixed(keys))
 
 
 def dequantize_int4_keys(rows: Rows, scales: Float32) -> Float32:
-    """What rows of keys of 4 bits stand for, [..., T, D]."""
+    """What rows of keys of 4 bits stand for, [..., T, D]; `scales` are not used."""
     return _int4_numbers(rows)
 
 
@@ -156,9 +156,8 @@ def mixed(x: Float32) -> Float32:
 
 
 def row_factors(x: Float32, limit: float = LIMIT["int8"]) -> Float32:
-    """The factors [..., T, 1] that keep the codes of rows [..., T, D], divided by their scales, within `limit`.
-
-    What is not a number does not count.
+    """The factors [..., T, 1], bfloat16 in float32, that keep the codes of rows [..., T, D], divided by their scales,
+    within `limit`. NaN does not count.
     """
     sizes = np.abs(x)
     largest = np.max(np.where(np.isnan(sizes), np.float32(0), sizes), axis=-1, keepdims=True)

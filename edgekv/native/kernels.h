@@ -17,7 +17,7 @@
 // Numbers of 4 bits do so, too: of 16 channels the first 8 lie in the lower halves of bytes, the others in the upper
 // halves, of 8 words of values or of two of keys. No byte belongs to two slots, so rows are written without regard to
 // each other.
-// Behind a head's blocks come the factors of its rows, [slots], of 16 bits each (the upper half of a float32).
+// Behind a head's blocks come the factors of its rows, [slots], a bfloat16 each.
 //
 //     INT8    a value   v[d] = scale[d] * factor * code[d]
 //             a key     k[d] = scale[d] / n * factor * (H code)[d]

@@ -40,7 +40,7 @@ constexpr int kMaxTileCodes = 65536;  // slots * D: keys of a tile stay in the s
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The least float32 with 16 bits of zeros at its end that is not below a positive x.
+// The least bfloat16 that is not below a positive x.
 inline float round_up(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -71,7 +71,7 @@ inline float largest_number(const float* x, int dim) {
   return size;
 }
 
-// The least factor of 16 bits that keeps the codes of a row within `limit`.
+// The least factor, a bfloat16, that keeps the codes of a row within `limit`.
 inline float row_factor(const float* x, int dim, float limit) {
   const float least = largest_number(x, dim) / limit;
   return round_up(least > kLeastFactor ? (least < kLargestFactor ? least : kLargestFactor) : kLeastFactor);
