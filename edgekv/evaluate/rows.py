@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from edgekv.engines.base import Engine
 from edgekv.engines.rope import rotated_centre
-from edgekv.kv.quant import LIMIT, fake_quantize
+from edgekv.kv.quant import count_saturated, fake_quantize
 from edgekv.kv.rows import own_rows
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVDtype
@@ -74,8 +74,7 @@ class ErrorMeter:
             quantise, restore = own_rows(self._own, part)
             return _energy(restore(quantise(held, scale), scale) - held), _energy(rows), 0, rows.size
         difference = fake_quantize(held, scale, dtype) - held
-        beyond = int(np.count_nonzero(np.abs(held) > (LIMIT[dtype] + 0.5) * scale))
-        return _energy(difference), _energy(rows), beyond, rows.size
+        return _energy(difference), _energy(rows), count_saturated(held, scale, dtype), rows.size
 
 
 def _ratios(sums: npt.NDArray[np.float64]) -> tuple[float, float, float, float]:

@@ -62,9 +62,10 @@ def fake_quantize(x: Float32, scales: Float32, dtype: KVDtype) -> Float32:
     return (quantize(x, scales, dtype) * scales).astype(np.float32)
 
 
-def saturated_fraction(x: Float32, scales: Float32, dtype: KVDtype) -> float:
-    """The share of values beyond the largest code (more than half a step past it)."""
-    return float(np.mean(np.abs(x) > (LIMIT[dtype] + 0.5) * scales))
+def count_saturated(x: Float32, scales: Float32, dtype: KVDtype) -> int:
+    """How many numbers are clipped: they lie more than half a step, of codes there, beyond the largest code."""
+    half_step = 16 if dtype == "fp8" else 0.5  # E4M3's next number after 448 would be 480
+    return int(np.count_nonzero(np.abs(x) > (LIMIT[dtype] + half_step) * scales))
 
 
 def pair_norms(keys: Float32) -> Float32:

@@ -20,11 +20,11 @@ from edgekv.engines.rope import rope_tables
 from edgekv.kv.quant import (
     LIMIT,
     coarsen,
+    count_saturated,
     fake_quantize,
     pair_norms,
     quantize,
     round_e4m3,
-    saturated_fraction,
 )
 from edgekv.kv.spec import GRANULARITIES, KVDtype, KVSpec
 from edgekv.model.spec import RopeSpec
@@ -85,7 +85,8 @@ def test_integer_error_bounds(x: np.ndarray[Any, Any], scales: np.ndarray[Any, A
     beyond = np.abs(x) > (limit + 0.5) * wide * (1 + 1e-6)
     assert (np.abs(codes)[beyond] == limit).all()
     assert (np.sign(codes)[beyond] == np.sign(x)[beyond]).all()
-    assert saturated_fraction(x, scales, dtype) == pytest.approx(np.mean(np.abs(x) > (limit + 0.5) * wide), abs=0.02)
+    wanted = np.count_nonzero(np.abs(x) > (limit + 0.5) * wide)
+    assert count_saturated(x, scales, dtype) == pytest.approx(wanted, abs=0.02 * x.size)
 
 
 def test_codes_in_figures() -> None:
@@ -94,6 +95,13 @@ def test_codes_in_figures() -> None:
     assert quantize(x, one, "int8").tolist() == [-127, -2, -2, 0, 0, 2, 2, 127]
     assert quantize(x, one, "int4").tolist() == [-7, -2, -2, 0, 0, 2, 2, 7]
     assert quantize(x, one, "fp8").tolist() == [-448, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 448]
+
+
+@pytest.mark.parametrize(("dtype", "edge"), [("int8", 127.5), ("int4", 7.5), ("fp8", 464)])
+def test_what_rounds_to_the_largest_code_is_not_clipped(dtype: KVDtype, edge: float) -> None:
+    """In FP8 the largest code is 448, and 480 would be the next."""
+    x = np.float32([edge - 0.25, edge, edge + 0.25, -edge - 1])
+    assert count_saturated(x, np.float32([1]), dtype) == 2
 
 
 @settings(max_examples=300, deadline=None)
@@ -128,7 +136,7 @@ def test_the_envelope_bounds_a_key_at_every_position(
     limits = np.maximum(np.concatenate([norms, norms], -1), np.float32(1e-3))
     scales = limits / np.float32(LIMIT[dtype])
     assert (np.abs(rotated) <= limits * (1 + 1e-5)).all()
-    assert saturated_fraction(rotated, scales, dtype) == 0
+    assert count_saturated(rotated, scales, dtype) == 0
     assert (np.abs(rotated - fake_quantize(rotated, scales, dtype)) <= scales * 0.501 + 1e-6).all()
 
 
