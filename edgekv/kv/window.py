@@ -89,11 +89,13 @@ class Window:
         most = min(2 * self.stride, window)
         whole = [start - oldest for start in turn_starts if self.stride <= start - oldest <= most]
         count = min(whole, default=min(self.stride, most))
-        for start, end in markers:
-            if start < oldest + count < end:
-                behind, before = end - oldest, start - oldest
-                count = behind if behind <= most else before if before > 0 else count
-                break
+        split = next(((start, end) for start, end in markers if start < oldest + count < end), None)
+        if split is not None:
+            before, behind = split[0] - oldest, split[1] - oldest
+            if behind <= most:
+                count = behind
+            elif before > 0:
+                count = before
         return Move(start=self.pinned, count=count, length=self.length)
 
     def apply(self, move: Move) -> Window:

@@ -33,17 +33,8 @@ def open_session(
         DependencyMissing, EngineError: ONNX Runtime lacks the provider, or cannot load the graph.
         UnsupportedModel: the product that was asked for cannot be used.
     """
-    ort = _import_onnxruntime()
-    provider = PROVIDERS[options.device]
-    if provider not in ort.get_available_providers():
-        raise DependencyMissing(
-            f"This onnxruntime has no {provider}. Install the build that has it: "
-            "pip uninstall onnxruntime && pip install 'edgekv[cuda]'."
-        )
-    session_options = ort.SessionOptions()
-    session_options.intra_op_num_threads = options.threads
-    session_options.log_severity_level = 3
-    session_options.enable_mem_pattern = False  # shapes change from run to run, so patterns would only cost memory
+    ort = _import_onnxruntime(PROVIDERS[options.device])
+    session_options = _session_options(ort, options.threads)
     graph: str | bytes = str(model.graph)
     own_matmul, own_table = _own_matmul(options), _own_table(options)
     weights, tables = None, False
@@ -57,7 +48,7 @@ def open_session(
     try:
         if attention == "native" or weights is not None or tables:
             session_options.register_custom_ops_library(str(native.library()))
-        return ort.InferenceSession(graph, session_options, providers=[provider]), weights
+        return ort.InferenceSession(graph, session_options, providers=[PROVIDERS[options.device]]), weights
     except Exception as error:  # ONNX Runtime raises a class of its own per status code
         raise EngineError(f"ONNX Runtime cannot load {model.graph} with its weights: {error}") from error
 
@@ -128,7 +119,16 @@ def load_graph(model: ConvertedModel) -> tuple[onnx.ModelProto, Path]:
     return onnx.load(model.graph, load_external_data=False), model.folder
 
 
-def _import_onnxruntime() -> Any:
+def _session_options(ort: Any, threads: int) -> Any:
+    made = ort.SessionOptions()
+    made.intra_op_num_threads = threads
+    made.log_severity_level = 3
+    made.enable_mem_pattern = False  # shapes change from run to run, so patterns would only cost memory
+    return made
+
+
+def _import_onnxruntime(provider: str) -> Any:
+    """ONNX Runtime, if it has this execution provider."""
     try:
         with uninterrupted():
             import onnxruntime
@@ -141,5 +141,10 @@ def _import_onnxruntime() -> Any:
         raise DependencyMissing(
             "The onnxruntime package is there but empty, as happens when onnxruntime and onnxruntime-gpu were both "
             "installed and one removed: pip uninstall both, then install the one you need."
+        )
+    if provider not in onnxruntime.get_available_providers():
+        raise DependencyMissing(
+            f"This onnxruntime has no {provider}. Install the build that has it: "
+            "pip uninstall onnxruntime && pip install 'edgekv[cuda]'."
         )
     return onnxruntime
