@@ -192,7 +192,7 @@ def make_card(
 
     Args:
         native: for edgekv's own attention, whose INT8 rows have factors.
-        packed: for edgekv's own product, which reads weights in the bits that they have.
+        packed: for edgekv's own matmul, which reads weights in the bits that they have.
 
     Raises:
         InvalidOption: no length fits the cache.

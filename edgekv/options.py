@@ -135,7 +135,7 @@ def _centres(spec: ModelSpec, options: LoadOptions, model: ConvertedModel | None
 
 
 def _own_product(device: str) -> bool:
-    """Whether edgekv's own product multiplies by the weights."""
+    """Whether edgekv's own matmul multiplies by the weights."""
     return device == "cpu" and native.matmul_refusal() is None
 
 

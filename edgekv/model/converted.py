@@ -41,7 +41,7 @@ class Description:
     scheme: str  # how it is held
     source_sha256: str
     weight_bytes: int  # size of the data file
-    packed_bytes: int = 0  # what edgekv's own product holds of it, in the bits that the weights have; 0: not noted
+    packed_bytes: int = 0  # what edgekv's own matmul holds of it, in the bits that the weights have; 0: not noted
     graph_sha256: str = ""  # of the graph that was written; empty: made before edgekv noted it, or another maker's
     bos_token: str = ""
     eos_token: str = ""

@@ -257,7 +257,7 @@ def fits_half(values: Float32) -> bool:
 
 
 def packed_bytes(weight: Held) -> int:
-    """What a matrix takes in the project's own product (native/matmul.h), padding apart: in the bits that it has."""
+    """What a matrix takes in edgekv's own matmul (native/matmul.h), padding apart: in the bits that it has."""
     if not isinstance(weight, BlockWeight):
         return form_of(weight).bytes_of((weight.shape[0], weight.shape[1]))
     factors = [part for part in (weight.scales, weight.shift) if part is not None]

@@ -1,4 +1,4 @@
-"""The project's own product with packed weights: beside MatMulNBits, a float64 twin in C++, and in the engine.
+"""edgekv's own matmul with packed weights: beside MatMulNBits, a float64 twin in C++, and in the engine.
 
 Tolerances. Both operators round inputs to 8 bits in the same way where groups are of 16 or 32, and differ in the order
 of float32 sums: 2e-6 of the largest output (measured 4e-7). Where groups are larger MatMulNBits rounds by group, and

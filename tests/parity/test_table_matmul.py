@@ -1,4 +1,4 @@
-"""The project's own product with bitsandbytes' codes, against MatMulBnb4 and in the engine.
+"""edgekv's own matmul with bitsandbytes' codes, against MatMulBnb4 and in the engine.
 
 Both sum products of float32 numbers, in another order: 2e-6 of the largest output (measured 3e-7).
 """

@@ -8,7 +8,7 @@ written by gptqmodel 7.7.0 and bitsandbytes 0.50.2, with those tools' own logits
     against the dequantised weights   5e-5 to 1.1e-4 (8e-5 from the two-digit embedding and head); bound 1e-3
     against bitsandbytes' own logits  8e-5; bound 1e-3
     against gptqmodel's own logits    1.8e-2 to 2.1e-2, since it computes in bfloat16; bound 3e-2
-    the same at accuracy level 4      2.5e-2 to 2.8e-2 of all logits together (2026-11-30, the project's own product,
+    the same at accuracy level 4      2.5e-2 to 2.8e-2 of all logits together (2026-11-30, edgekv's own matmul,
                                       which rounds inputs by 32; MatMulNBits rounds them by group: 3.4e-2 at 128)
 
 With embedding and head in 8 bits the first line is 1.6e-2 to 2.4e-2.

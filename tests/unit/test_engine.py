@@ -342,7 +342,7 @@ def test_a_checkpoint_with_a_number_that_is_not_finite(
 
 def hides_damage(dtype: KVDtype, weight: str) -> bool:
     """Whether a bad scale in QKV stays unseen: an integer cache makes a number of a NaN, and so does MatMulNBits, which
-    rounds its input to int8 (edgekv's own product does not). convert() refuses such weights, so only a model damaged
+    rounds its input to int8 (edgekv's own matmul does not). convert() refuses such weights, so only a model damaged
     afterwards gets here."""
     return "qkv" in weight and (dtype != "float" or native.matmul_refusal() is not None)
 

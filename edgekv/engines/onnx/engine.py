@@ -66,7 +66,7 @@ class OnnxEngine(CachedEngine):
 
     @property
     def packed(self) -> bool:
-        """Whether edgekv's own product holds the weights."""
+        """Whether edgekv's own matmul holds the weights."""
         return self._packed is not None
 
     def rows(self, layer: int, start: int, stop: int) -> tuple[Logits, Logits]:

@@ -7,12 +7,12 @@
 * Q, K and V that cannot be packed (different orders, kinds, or blocks across two of them) run one by one and are joined
   by a Concat, which copies one row a token.
 * bitsandbytes weights go to MatMulBnb4. It unpacks the whole matrix at each call: 1536x576 takes 0.25 to 0.46 ms where
-  8-bit MatMulNBits takes 0.03, 8960x1536 takes 13 to 21 ms and 0.34 (2 cores, onnxruntime 1.32.0). table.py puts the
-  project's own product in its place when a session is opened.
+  8-bit MatMulNBits takes 0.03, 8960x1536 takes 13 to 21 ms and 0.34 (2 cores, onnxruntime 1.32.0). table.py puts
+  edgekv's own matmul in its place when a session is opened.
 * A shift (BlockWeight) is a second product: the sums of the input's blocks times the shifts, [K/group, N]. In
   ONNX Runtime 3072x576 then takes 52 us a token, where 8 bits without a shift take 41 (2 cores). Its float zero points,
   which would say the same in one node, take 1500, as they unpack the whole matrix at every step, and have no 8 bits.
-  The project's own product takes all of it as one (packed.py).
+  edgekv's own matmul takes all of it as one (packed.py).
 * A layer that the publisher left in float is a MatMul. An embedding or head left so is a SplitWeight: the two 8-bit
   matrices lie side by side, [V, 2 E]; the head's input is repeated, the embedding's two halves are added.
 * accuracy_level is 4 (int8 activations inside MatMulNBits): level 0 runs at 1.6 tokens/s, level 1 five times slower.

@@ -27,7 +27,7 @@ CACHE_FORMAT = 5
 """The layout of the cache and the inputs that ring.py and a library must agree on (native/kernels.h)."""
 
 PACKED_WEIGHTS = "packed_weights"
-"""The graph's input that holds all matrices of the project's own product (engines/onnx/packed.py)."""
+"""The graph's input that holds all matrices of edgekv's own matmul (engines/onnx/packed.py)."""
 
 PACKING_FORMAT = 2
 """The structures through which matrices are packed, that packed.py and a library must agree on (native/matmul.h)."""
@@ -59,7 +59,7 @@ def instruction_set() -> str:
 
 
 def matmul_instruction_set() -> str:
-    """What products of packed weights run with; "plain" is slower than ONNX Runtime's.
+    """What the matmul with packed weights runs with; "plain" is slower than ONNX Runtime's.
 
     Raises:
         RuntimeError: the library is not there.
@@ -96,12 +96,12 @@ def _name(function: Any) -> str:
 
 
 def matmul_refusal() -> str | None:
-    """Why MatMulNBits is kept on this machine; None if the project's own product is faster here."""
+    """Why MatMulNBits is kept on this machine; None if edgekv's own matmul is faster here."""
     return unavailable() or _slower(matmul_instruction_set())
 
 
 def table_refusal() -> str | None:
-    """Why MatMulBnb4 is kept on this machine; None if the project's own product with a table is faster here."""
+    """Why MatMulBnb4 is kept on this machine; None if edgekv's own matmul with a table is faster here."""
     return unavailable() or _slower(_name(functions().edgekv_table_instruction_set))
 
 

@@ -1,4 +1,4 @@
-"""Opening ONNX Runtime's session over a model's graph, as this cache and these products need it."""
+"""Opening ONNX Runtime's session over a model's graph, as this cache and these matmuls need it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_session(
 
     Raises:
         DependencyMissing, EngineError: ONNX Runtime lacks the provider, or cannot load the graph.
-        UnsupportedModel: the product that was asked for cannot be used.
+        UnsupportedModel: the matmul that was asked for cannot be used.
     """
     ort = _import_onnxruntime(PROVIDERS[options.device])
     session_options = _session_options(ort, options.threads)
@@ -54,7 +54,7 @@ def open_session(
 
 
 def _own_matmul(options: OnnxOptions) -> bool:
-    """Whether the project's own product takes the place of MatMulNBits."""
+    """Whether edgekv's own matmul takes the place of MatMulNBits."""
     if options.matmul == "onnxruntime":
         return False
     suits = options.device == "cpu" and options.accuracy_level == 4
@@ -62,12 +62,12 @@ def _own_matmul(options: OnnxOptions) -> bool:
         return suits and native.matmul_refusal() is None
     reason = native.unavailable() if suits else "it runs on the CPU, with inputs rounded to 8 bits"
     if reason is not None:
-        raise UnsupportedModel(f"The native product with packed weights cannot be used: {reason}.")
+        raise UnsupportedModel(f"The native matmul with packed weights cannot be used: {reason}.")
     return True
 
 
 def _own_table(options: OnnxOptions) -> bool:
-    """Whether the project's own product takes the place of MatMulBnb4; it is as exact at every accuracy level."""
+    """Whether edgekv's own matmul takes the place of MatMulBnb4; it is as exact at every accuracy level."""
     return options.matmul != "onnxruntime" and options.device == "cpu" and native.table_refusal() is None
 
 

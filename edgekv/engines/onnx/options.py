@@ -34,7 +34,7 @@ class OnnxOptions:
     accuracy_level: int = ACCURACY_LEVELS["int8"]
     half_attention: bool | None = None  # attention in float16; None: where the device demands it
     attention: Attention = "auto"  # which operator; auto: the project's own where it is built and serves the cache
-    matmul: MatMul = "auto"  # which product with packed weights; auto: the project's own where it is faster
+    matmul: MatMul = "auto"  # which matmul for quantised weights; auto: edgekv's own where it is faster
 
     @property
     def half(self) -> bool:

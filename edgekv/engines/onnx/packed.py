@@ -1,4 +1,4 @@
-"""The project's own product with weights of 4, 5, 6 and 8 bits (edgekv/native/matmul.h) in the place of MatMulNBits.
+"""edgekv's own matmul with weights of 4, 5, 6 and 8 bits (edgekv/native/matmul.h) in the place of MatMulNBits.
 
 All matrices of a graph are packed into one block of memory, in the order in which they are used, when a session is
 opened; the nodes say where theirs begins. That block is the only copy: ONNX Runtime, which would pack one of its own,

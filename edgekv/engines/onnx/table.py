@@ -1,4 +1,4 @@
-"""The project's own product with bitsandbytes' codes (edgekv/native/table.h) in the place of MatMulBnb4.
+"""edgekv's own matmul with bitsandbytes' codes (edgekv/native/table.h) in the place of MatMulBnb4.
 
 The codes stay in their file: they are unpacked in registers as they are read, where MatMulBnb4 writes the whole matrix
 in float32 at every call. The sums are of float32 numbers in both, and agree to rounding.
