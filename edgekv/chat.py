@@ -209,9 +209,9 @@ class Chat:
     def _view(self, seat: Seat) -> _Held:
         """What a dialogue has or, if it has nothing yet, can take over from the one before it."""
         if seat.parked is not None:
-            passed = seat.parked.timeline.passed
-            return _Held(partial(passed.reusable, self.timeline.engine.kv), passed.tokens, seat.parked.known)
-        return _Held(self.timeline.reusable, self.timeline.passed.tokens, self._known)
+            history = seat.parked.timeline.history
+            return _Held(partial(history.reusable, self.timeline.engine.kv), history.tokens, seat.parked.known)
+        return _Held(self.timeline.reusable, self.timeline.history.tokens, self._known)
 
     def _sit(self, seat: Seat) -> None:
         """Give the cache to a dialogue. One that has nothing parked begins with what is there: the same system prompt
@@ -309,7 +309,7 @@ class Chat:
 
     def _after_answer(self, prompt: EncodedText, ids: Sequence[int]) -> EncodedText:
         """The text that tokens stand for: the prompt's, and that of those of the answer that are in the cache."""
-        passed = self.timeline.passed.tokens
+        passed = self.timeline.history.tokens
         if passed[: len(ids)] != ids:  # it was not read to its end
             return prompt
         said = passed[len(ids) :]

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from edgekv.engines.base import Engine, EngineState, Logits
-from edgekv.kv.window import Passed, Span, Window
+from edgekv.kv.window import Span, TokenHistory, Window
 from edgekv.sampling import Constraint, Sampler, SamplingOptions, TokenScore, score_token
 from edgekv.text.detokenize import StreamDetokenizer
 from edgekv.text.precheck import turns_between
@@ -108,9 +108,9 @@ class TimelineState:
     pinned: int
 
     @property
-    def passed(self) -> Passed:
-        """As `Timeline.passed`."""
-        return _passed(self.engine.tokens, self.gone, self.pinned)
+    def history(self) -> TokenHistory:
+        """As `Timeline.history`."""
+        return _history(self.engine.tokens, self.gone, self.pinned)
 
 
 class Timeline:
@@ -129,13 +129,13 @@ class Timeline:
     @property
     def tokens(self) -> list[int]:
         """Every token since the cache was empty."""
-        return list(self.passed.tokens)
+        return list(self.history.tokens)
 
     @property
-    def passed(self) -> Passed:
+    def history(self) -> TokenHistory:
         """The tokens, and how many of them have left."""
         self._heal()
-        return _passed(self.engine.tokens, self._gone, self._pinned)
+        return _history(self.engine.tokens, self._gone, self._pinned)
 
     @property
     def window(self) -> Window:
@@ -146,7 +146,7 @@ class Timeline:
 
     def reusable(self, tokens: Sequence[int], pinned: int) -> Window:
         """The state that `rewind` would leave; nothing is changed."""
-        state = self.passed.reusable(self.engine.kv, tokens, pinned)
+        state = self.history.reusable(self.engine.kv, tokens, pinned)
         return state if self.engine.keeps(state.length) else state.truncate(0)
 
     def rewind(self, tokens: Sequence[int], pinned: int) -> int:
@@ -333,5 +333,6 @@ class _Answer:
             yield TextDelta(text)
 
 
-def _passed(held: Sequence[int], gone: Sequence[int], pinned: int) -> Passed:
-    return Passed(array("i", held[:pinned]) + array("i", gone) + array("i", held[pinned:]), pinned, len(gone))
+def _history(held: Sequence[int], gone: Sequence[int], pinned: int) -> TokenHistory:
+    tokens = array("i", held[:pinned]) + array("i", gone) + array("i", held[pinned:])
+    return TokenHistory(tokens, pinned, len(gone))

@@ -95,7 +95,7 @@ def from_genai(
 
 
 def to_vllm(scales: KVScales, granularity: Granularity) -> dict[str, Float32]:
-    """Tensors by name, in FP8.
+    """FP8 scales by the name of their tensor, float32, [1] (per tensor) or [K, 1, 1] (per head).
 
     Raises:
         InvalidOption: a granularity that vLLM does not read, or one finer than the scales'.

@@ -135,15 +135,16 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Passed:
-    """Which tokens have passed through a cache since it was empty, and how many of them have left."""
+class TokenHistory:
+    """The tokens that have passed through a cache since it was empty: what of a prompt need not be read again."""
 
     tokens: array[int]  # all of them, evicted ones included
-    pinned: int
-    evicted: int
+    pinned: int  # of these, the first that never leave
+    evicted: int  # how many of those behind the pinned ones have left
 
     def reusable(self, kv: KVSpec, tokens: Sequence[int], pinned: int) -> Window:
-        """The state that a cache is left in when it keeps what a prompt shares with it, and pins `pinned` tokens."""
+        """The state that a cache is left in when it keeps the prefix that a prompt shares with it, and pins `pinned`
+        tokens. After an eviction it is empty if another number was pinned, or if reading afresh is better."""
         pinned = max(pinned, kv.sinks)
         fresh = Window(kv.capacity, kv.stride, pinned)
         kept = common_length(self.tokens, array("i", tokens[:-1]))  # the last token must run, for its logits
