@@ -28,7 +28,7 @@ from edgekv.engines.onnx import engine as onnx_engine
 from edgekv.engines.onnx.binding import DeviceCache
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.engines.onnx.ring import RingInputs, RunPart
-from edgekv.engines.rope import rope_tables
+from edgekv.engines.rope import rope_tables, rotate
 from edgekv.errors import InvalidOption
 from edgekv.generate import Timeline
 from edgekv.kv.spec import KVDtype, KVSpec
@@ -152,6 +152,28 @@ def test_far_beyond_the_trained_length(tiny_models: TinyModels, open_onnx: OpenE
     wanted = reference(tiny_models, "llama", 64, 16, 4).run(ids)
     assert engine.evicted > 2 * engine.spec.max_context
     assert relative_errors(found[-200:], wanted[-200:]).max() < FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize("more", [10**6, 2**31 + 7, 10**12])
+def test_positions_of_a_chat_of_years(tiny_models: TinyModels, open_onnx: OpenEngine, more: int) -> None:
+    """As if `more` tokens had left before: keys turned on by as much give the same logits, also over the next eviction.
+    Angles made in float32 are off by 0.017 radians at the first of these, and 32 bits do not hold the others."""
+    ids = random_ids(147)
+    engine = open_onnx(tiny_models.converted("llama"), KVSpec(64, "float", sinks=4, stride=8))
+    run(engine, ids)
+    state = engine.save()
+
+    def go_on() -> Any:
+        first = engine.forward(ids[:5], all_logits=True)
+        engine.evict(Move(4, 8, 64))
+        return np.concatenate([first, engine.forward(ids[5:13], all_logits=True)])
+
+    wanted, own = go_on(), state.pinned if state.pinned_angles == "own" else 0
+    turn = rope_tables(engine.spec.rope, engine.spec.head_dim, more, 1)
+    keys = [np.concatenate([rows[:, :own], rotate(rows[:, own:], *turn)], axis=1) for rows in state.keys]
+    engine.load(replace(state, keys=keys, evicted=state.evicted + more))
+    assert relative_errors(go_on(), wanted).max() < FLOAT_TOLERANCE
+    assert engine.evicted == state.evicted + more + 8
 
 
 QUANTISED: tuple[KVDtype, ...] = ("int8", "int4")
