@@ -199,9 +199,10 @@ def make_card(
     """
     fitting = [length for length in options.lengths if length + options.steps <= kv.capacity]
     if not fitting:
+        larger = "" if kv.holds_all_of(model.spec.max_context) else ", or a larger --context"
         raise InvalidOption(
             f"The cache of {kv.capacity} tokens holds none of the lengths {', '.join(map(str, options.lengths))} and "
-            f"{options.steps} steps more: give --lengths that fit, or a larger --context."
+            f"{options.steps} steps more: give --lengths that fit{larger}."
         )
     weights = weight_bytes_read(model, packed=packed)
     bandwidth = read_bandwidth(threads, progress=progress)

@@ -79,6 +79,20 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before a long run would find out at its end. Nothing is left behind.
+
+    Raises:
+        StorageError: the disk is full, read-only or not permitted, or the path is a folder.
+    """
+    with _storage_errors(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        folder = next(parent for parent in path.resolve().parents if parent.exists())
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
 @contextmanager
 def exclusive(lock: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Keep other processes out while the block runs; `waiting` is called once if another one is in.

@@ -11,6 +11,7 @@ from edgekv.calibrate.options import CalibrateOptions
 from edgekv.cli import render
 from edgekv.cli.options import given, options_of
 from edgekv.cli.ready import ready_model
+from edgekv.files import check_writable
 from edgekv.kv.scales import scales_name
 from edgekv.model import catalog
 from edgekv.model.converted import ConvertedModel
@@ -35,6 +36,8 @@ def command(model: str, out: Path | None, threads: int, home: Path | None, **val
     if "data" in chosen:
         chosen["data"] = tuple(Path(name) for name in chosen["data"])
     options = CalibrateOptions(**chosen)
+    if out is not None:
+        check_writable(out)
     load = LoadOptions(kv_dtype=options.dtype, granularity=options.granularity, threads=threads, home=home)
     ready = ready_model(model, load)
     path = out or ready.folder / scales_name(options.dtype, options.granularity)

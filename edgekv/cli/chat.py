@@ -61,9 +61,11 @@ class Keeping:
         return cls(resume, session, reread, no_save, once)
 
     def check(self, store: SessionStore) -> None:
-        """Refuse to go on where nothing is kept, before a model is made ready."""
-        if self.resume and not self.session:
-            store.require_any()
+        """Refuse a name that cannot be one, and to go on where nothing is kept, before a model is made ready."""
+        if self.session is not None:
+            store.path(self.session)
+        if self.resume:
+            store.require_any() if self.session is None else store.existing(self.session)
 
     def name(self, store: SessionStore, model: str) -> str:
         """What the conversation is called, or '' if it is not kept: one that is typed is, one from a pipe or of a

@@ -14,6 +14,7 @@ from edgekv.cli.options import given, options_of
 from edgekv.cli.ready import ready_model, ready_scales
 from edgekv.errors import InvalidOption
 from edgekv.evaluate.run import EvalOptions
+from edgekv.files import atomic_file, check_writable
 from edgekv.model import catalog
 from edgekv.model.converted import ConvertedModel
 from edgekv.options import LoadOptions, plan_for
@@ -55,6 +56,8 @@ def command(
     load = LoadOptions(**given(LoadOptions, values))
     if plot is not None:
         check_plots()
+    for path in filter(None, (json_path, plot, checkpoint)):
+        check_writable(path)
     ready = ready_model(model, load)
     tokenizer, _ = open_text(ready)
     base = plan_for(ready, load).kv
@@ -111,8 +114,6 @@ def _finish(report: EvalReport, checkpoint: Path | None, done: int) -> None:
 
 def _write_json(report: EvalReport, path: Path | None, about: dict[str, Any]) -> None:
     """Everything into the file, what matters most onto the last line."""
-    from edgekv.files import atomic_file
-
     lanes = report.to_json()
     if path is not None:
         with atomic_file(path) as part:

@@ -24,6 +24,7 @@ from edgekv.cli.interrupt import Interrupt
 from edgekv.convert import convert
 from edgekv.engines.onnx import native
 from edgekv.errors import StorageError
+from edgekv.files import check_writable
 from edgekv.generate import Finished, PrefillProgress, TextDelta, Usage
 from edgekv.kv.scales import read_scales, write_scales
 from edgekv.model.converted import ConvertedModel
@@ -288,6 +289,9 @@ def test_no_save_saves_nothing(chat_model: ConvertedModel, tmp_path: Path) -> No
         (("--top-p", 2, "-p", "Hello"), "top_p is 2.0"),
         (("-p", " "), "nothing to answer"),
         (("--continue", "-p", "Hello"), "no saved conversation in"),
+        (("--continue", "--session", "talk", "-p", "Hello"), "no session 'talk' in"),
+        (("--session", "../talk", "-p", "Hello"), "'../talk' cannot name a session"),
+        (("--session", "", "-p", "Hello"), "'' cannot name a session"),
     ],
 )
 def test_a_chat_is_refused_before_anything_is_made(tmp_path: Path, options: tuple[object, ...], words: str) -> None:
@@ -555,6 +559,18 @@ def test_eval_of_several_settings_writes_files(chat_model: ConvertedModel, tmp_p
     assert len(lanes[1]["layers"]) == 2
     assert {depth["expected"] for depth in lanes[2]["needles"]} <= {"held", "evicted", "cut"}
     assert "int8,sinks" in refused(edgekv(*common, "--setting", "int8,sinks"))
+
+
+@pytest.mark.parametrize("options", [("eval", "--json"), ("eval", "--checkpoint"), ("calibrate", "--out")])
+def test_what_cannot_be_written_is_told_before_a_long_run(tmp_path: Path, options: tuple[str, str]) -> None:
+    """Not at its end; nothing is downloaded for it either. What can be written leaves nothing before."""
+    (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 60)
+    command, flag = options
+    for path in (tmp_path, tmp_path / "text.txt" / "inside", Path("/proc/none")):
+        message = refused(edgekv(command, "--data", tmp_path / "text.txt", flag, path, home=tmp_path / "home"))
+        assert f"Could not write {path}" in message
+    check_writable(tmp_path / "new" / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 class TestRefusals:
