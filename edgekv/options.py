@@ -69,8 +69,8 @@ class LoadOptions:
 
 
 def home_of(options: LoadOptions) -> Path:
-    """The cache folder."""
-    return cache_home(None if options.home is None else Path(options.home))
+    """The cache folder. An empty name is none, as that of EDGEKV_HOME: it would be the current folder."""
+    return cache_home(Path(options.home) if options.home else None)
 
 
 def plan_for(model: ConvertedModel, options: LoadOptions, *, server: bool = False) -> Plan:

@@ -19,6 +19,7 @@ from edgekv.errors import SessionError
 from edgekv.files import atomic_file, exclusive, remove_leftovers
 from edgekv.session_file import SUFFIX, SessionInfo, read_info
 
+_ASKED = ".asked"
 _NAME = re.compile(r"\w[\w.-]{0,99}")
 
 
@@ -66,7 +67,7 @@ class SavedSession:
 
     @property
     def _question(self) -> Path:
-        return self.path.with_suffix(".asked")
+        return self.path.with_name(self.name + _ASKED)
 
 
 class SessionStore:
@@ -115,6 +116,11 @@ class SessionStore:
             with suppress(SessionError):
                 found.append(read_info(path))
         return sorted(found, key=lambda info: info.saved_at, reverse=True)
+
+    def names(self) -> tuple[str, ...]:
+        """All of which something is kept: also files that cannot be read, and questions that never had an answer."""
+        kept = (path for suffix in (SUFFIX, _ASKED) for path in self.folder.glob(f"[!.]*{suffix}"))
+        return tuple(sorted({path.stem for path in kept}))
 
     def newest(self, model: str) -> str:
         """The name of the last conversation with a model of that name.

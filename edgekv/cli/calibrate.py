@@ -52,6 +52,7 @@ def calibrate_and_write(
     from edgekv.calibrate.run import calibrate
     from edgekv.kv.scales import write_scales
 
+    check_writable(path)
     tokenizer, chat_format = open_text(model)
     with render.progress_bar() as progress:
         report = calibrate(

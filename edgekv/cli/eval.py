@@ -113,13 +113,13 @@ def _finish(report: EvalReport, checkpoint: Path | None, done: int) -> None:
 
 
 def _write_json(report: EvalReport, path: Path | None, about: dict[str, Any]) -> None:
-    """Everything into the file, what matters most onto the last line."""
+    """What matters most onto the last line, everything into the file (which a full disk may refuse)."""
     lanes = report.to_json()
+    brief = [{name: value for name, value in lane.items() if name != "layers"} for lane in lanes]
+    render.print_json(about | {"complete": report.complete, "lanes": brief})
     if path is not None:
         with atomic_file(path) as part:
             part.write_text(json.dumps(about | {"complete": report.complete, "lanes": lanes}, indent=1) + "\n", "utf-8")
-    brief = [{name: value for name, value in lane.items() if name != "layers"} for lane in lanes]
-    render.print_json(about | {"complete": report.complete, "lanes": brief})
 
 
 def _read(path: Path) -> str:

@@ -29,6 +29,7 @@ def command() -> None:
 def list_sessions(home: Path | None) -> None:
     """List the saved conversations, newest first."""
     store = _store(home)
+    found = store.list()
     rows = [
         [
             info.path.stem,
@@ -40,13 +41,16 @@ def list_sessions(home: Path | None) -> None:
             format_bytes(info.size_bytes),
             info.title,
         ]
-        for info in store.list()
+        for info in found
     ]
     if rows:
         columns = ["name", "saved", "model", "messages", "tokens", "evicted", "size", "began with"]
         render.table("", columns, rows, right=range(3, 7), spare=(5, 3, 2, 4, 6, 1))  # all but name and beginning
     else:
         render.note(f"No saved conversations in {store.folder}.")
+    for name in sorted({*store.names()} - {info.path.stem for info in found}):
+        what = "cannot be read" if store.path(name).exists() else "is a question alone, that never had an answer"
+        render.note(f"[{name} {what}: `edgekv sessions rm {name}` deletes it]")
 
 
 @command.command
@@ -70,9 +74,11 @@ def rm(names: tuple[str, ...], everything: bool, home: Path | None) -> None:
     store = _store(home)
     if not names and not everything:
         raise SessionError("Name the sessions to delete, or say --all: `edgekv sessions list` shows them.")
-    chosen = [info.path.stem for info in store.list()] if everything else list(names)
+    known = store.names()
+    chosen = known if everything else names
     for name in chosen:
-        store.existing(name)
+        if name not in known:
+            store.existing(name)  # which says that there is none
     for name in chosen:
         with store.open(name) as saved:
             saved.remove()

@@ -339,6 +339,24 @@ def test_sessions_of_another_home(chat_model: ConvertedModel, tmp_path: Path) ->
     assert "No saved conversations" in edgekv("sessions", "list", *there).stderr
 
 
+def test_what_cannot_be_read_is_listed_and_deleted(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """A damaged file, and a question whose answer was lost: `rm --all` leaves nothing of what was said."""
+    talk = ("chat", chat_model.folder, "--max-new-tokens", 2, "-p", "Hello", "--session", "talk")
+    assert edgekv(*talk, home=tmp_path).returncode == 0
+    folder = tmp_path / "sessions"
+    (folder / "broken.safetensors").write_bytes(b"x" * 30)
+    for name in ("asked.v2", "alone"):
+        (folder / f"{name}.asked").write_text("Why?")
+    listed = edgekv("sessions", "list", home=tmp_path)
+    assert listed.returncode == 0
+    assert "[broken cannot be read: `edgekv sessions rm broken` deletes it]" in listed.stderr
+    assert "[asked.v2 is a question alone" in listed.stderr
+    assert edgekv("sessions", "rm", "alone", home=tmp_path).returncode == 0
+    assert "There is no session 'alone'" in refused(edgekv("sessions", "rm", "alone", home=tmp_path))
+    assert "3 deleted" in edgekv("sessions", "rm", "--all", home=tmp_path).stderr
+    assert [path.name for path in folder.iterdir() if path.suffix != ".lock"] == []
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(chat_model: ConvertedModel, closed: str) -> None:
     """As services are started: nothing is read or written there."""
