@@ -131,6 +131,12 @@ class Holding:
         return held, Rounding.between(values, held)
 
 
+def held_size(source: WeightSource, options: ConvertOptions) -> tuple[int, str]:
+    """What the matrices of a checkpoint will take in the model's file, about, and how they will be held."""
+    forms = [(stored.shape, form) for _, stored, form in Holding(source.quantised, options).forms(source)]
+    return sum(form.bytes_of(shape) for shape, form in forms), scheme_name({form for _, form in forms}, options)
+
+
 def scheme_name(forms: set[Form], options: ConvertOptions) -> str:
     """How everything is held: "int4/32, int8/32" are bits / block; "int8+8" is a sum of two."""
     return ", ".join(sorted(map(str, forms))) + (" requantised" if options.lossy else "")

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from edgekv.errors import StorageError
 from edgekv.files import atomic_file, sha256_file
-from edgekv.model.converted import FORMAT_VERSION
+from edgekv.model.converted import FORMAT_VERSION, ConvertedModel, is_converted, open_converted
+from edgekv.model.foreign import find_foreign, folder_name, is_current
 
 RECORDS = "known"
 _BESIDE = (".json", ".jinja", ".model")
@@ -85,6 +86,17 @@ def records(home: Path) -> list[Record]:
     """All sources that were converted into this home."""
     found = (_read(path) for path in sorted((home / RECORDS).glob("*.json")))
     return [record for record in found if record is not None]
+
+
+def already_made(path: Path, home: Path) -> ConvertedModel | None:
+    """What was made of a GGUF file, a folder of safetensors or another maker's graph, unless it has changed since."""
+    if (foreign := find_foreign(path)) is not None:
+        folder = home / "models" / folder_name(foreign)
+        return open_converted(folder) if is_current(folder) else None
+    record = Record.of(path, home)
+    folder = home / "models" / record.conversion
+    current = bool(record.conversion) and is_converted(folder) and record.is_current(path)
+    return open_converted(folder) if current else None
 
 
 def content_key(path: Path, weights: Iterable[Path], record: Record, progress: Progress) -> str:

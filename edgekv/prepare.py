@@ -23,7 +23,7 @@ from pathlib import Path
 from edgekv.convert import ConvertReport, convert
 from edgekv.errors import InvalidOption, ModelNotFound, ScalesError
 from edgekv.files import atomic_file, exclusive, folder_size, remove_leftovers
-from edgekv.identity import Record, content_key, records
+from edgekv.identity import Record, already_made, content_key, records
 from edgekv.kv.scales import KVScales, read_scales, scales_name
 from edgekv.kv.spec import FLOATS, Granularity, KVDtype
 from edgekv.model import catalog
@@ -188,10 +188,10 @@ def _prepare_foreign(foreign: ForeignFolder, home: Path, watch: Watch) -> Conver
 
 
 def _prepare_source(path: Path, home: Path, watch: Watch, chats: bool) -> ConvertedModel:
+    if (made := already_made(path, home)) is not None:
+        return made
     record = Record.of(path, home)
     before = home / "models" / record.conversion
-    if record.conversion and is_converted(before) and record.is_current(path):
-        return open_converted(before)
     source = open_source(path)
     if chats:
         _check_chats(str(path), source.has_template, source.missing_tokenizer)

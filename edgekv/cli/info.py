@@ -11,11 +11,12 @@ import click
 from edgekv.cli import render
 from edgekv.engines import choose
 from edgekv.errors import ScalesError
+from edgekv.identity import already_made
 from edgekv.kv.scales import KVScales, read_scales
 from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 from edgekv.model import catalog
 from edgekv.model.converted import TEMPLATE, ConvertedModel, is_converted, open_converted
-from edgekv.model.foreign import ForeignFolder, find_foreign, folder_name, is_current
+from edgekv.model.foreign import ForeignFolder, find_foreign
 from edgekv.model.spec import ModelSpec
 from edgekv.units import format_bytes
 from edgekv.weights.base import Form, Stored
@@ -43,8 +44,8 @@ def command(model: str | None, home: Path | None) -> None:
 def _rows(path: Path, home: Path, *, known: bool) -> Rows:
     if known or is_converted(path):
         return _converted_rows(open_converted(path))
-    foreign = find_foreign(path)
-    return _source_rows(path, home) if foreign is None else _foreign_rows(foreign, home)
+    foreign, made = find_foreign(path), already_made(path, home)
+    return _source_rows(path, made) if foreign is None else _foreign_rows(foreign, made)
 
 
 def _list_models(home: Path) -> None:
@@ -102,18 +103,17 @@ def _converted_rows(model: ConvertedModel) -> Rows:
         ["fingerprint", model.fingerprint],
         ["engine", str(choose("auto", "cpu", "int8"))],
         ["attention", _attention_line(model.spec)],
-        ["products", _products_line()],
+        ["matmul", _matmul_line()],
         *[["KV scales", _scales_line(path, model)] for path in sorted(model.folder.glob("kv_scales*.safetensors"))],
     ]
 
 
-def _foreign_rows(foreign: ForeignFolder, home: Path) -> Rows:
+def _foreign_rows(foreign: ForeignFolder, made: ConvertedModel | None) -> Rows:
     """Another maker's graph as it lies, and what edgekv makes of it whenever it is loaded."""
     from edgekv.adopt import recognise
     from edgekv.weights.hub import HubFolder
 
     adapted, spec = recognise(foreign)
-    made = home / "models" / folder_name(foreign)
     rows = [
         ["name", foreign.root.resolve().name],
         *_spec_rows(spec),
@@ -123,25 +123,23 @@ def _foreign_rows(foreign: ForeignFolder, home: Path) -> Rows:
         *[["in memory" if not index else "", words] for index, words in enumerate(adapted.changes)],
         ["chat template", _template_line(HubFolder(foreign.root).has_template)],
         ["attention", _attention_line(spec)],
-        ["products", _products_line()],
+        ["matmul", _matmul_line()],
     ]
-    if is_current(made):
-        scales = sorted(made.glob("kv_scales*.safetensors"))
-        return [*rows, *[["KV scales", _scales_line(path, open_converted(made))] for path in scales]]
+    if made is not None:
+        scales = sorted(made.folder.glob("kv_scales*.safetensors"))
+        return [*rows, *[["KV scales", _scales_line(path, made)] for path in scales]]
     return [*rows, ["state", "not run yet: the first `edgekv chat` compares its logits with the maker's"]]
 
 
-def _source_rows(path: Path, home: Path) -> Rows:
+def _source_rows(path: Path, made: ConvertedModel | None) -> Rows:
     """A checkpoint as it was published, what edgekv will make of it, and what it has made already."""
     from edgekv.convert import advice
-    from edgekv.holding import ConvertOptions, Holding, scheme_name
-    from edgekv.identity import Record
+    from edgekv.holding import ConvertOptions, Holding, held_size
     from edgekv.weights import open_source
 
     source, options = open_source(path), ConvertOptions()
     matrices = list(Holding(source.quantised, options).forms(source))
-    held = scheme_name({form for _, _, form in matrices}, options)
-    size = sum(form.bytes_of(stored.shape) for _, stored, form in matrices)
+    size, held = held_size(source, options)
     floats = [name for name, stored, _ in matrices if stored.is_float]
     rows = [
         ["name", path.resolve().stem],
@@ -155,40 +153,37 @@ def _source_rows(path: Path, home: Path) -> Rows:
         *[["", line] for line in _holding_lines(matrices)],
         *[["advice", line] for line in [advice(held)] if line],
         ["attention", _attention_line(source.spec)],
-        ["products", _products_line()],
+        ["matmul", _matmul_line()],
     ]
-    record = Record.of(path, home)
-    made = home / "models" / record.conversion
-    ready = bool(record.conversion) and is_converted(made) and record.is_current(path)
-    state = f"converted: {made}" if ready else "not converted yet: the first `edgekv chat` on it does that"
+    state = f"converted: {made.folder}" if made else "not converted yet: the first `edgekv chat` on it does that"
     return [*rows, ["state", state]]
 
 
-_OPERATORS = {
-    "int sum": "two 8-bit matrices that add up to 16 bits, by MatMulNBits",
-    "float": "float32, by MatMul",
-    "nf4": "the same codes, by edgekv's own operator or MatMulBnb4",
-    "fp4": "the same codes, by edgekv's own operator or MatMulBnb4",
+_KINDS = {
+    "int sum": "two 8-bit matrices that add up to 16 bits",
+    "float": "as it is",
+    "nf4": "the same codes",
+    "fp4": "the same codes",
 }
-"""What becomes of a matrix, and what multiplies by it."""
+"""What becomes of a matrix."""
 
 
 def _holding_lines(matrices: Iterable[tuple[str, Stored, Form]]) -> list[str]:
     """How many matrices of each kind there are, and what edgekv makes of them."""
     counts = Counter((stored.label, stored.form, stored.exact, form) for _, stored, form in matrices)
     return [
-        f"{count} of {label} -> {form}: {_OPERATORS.get(form.kind) or _integers_line(read, exact, form)}"
+        f"{count} of {label} -> {form}: {_KINDS.get(form.kind) or _integers_line(read, exact, form)}"
         for (label, read, exact, form), count in counts.most_common()
     ]
 
 
 def _integers_line(read: Form, exact: bool, form: Form) -> str:
     if read.kind == "float":
-        return f"rounded to {form.bits} bits, by MatMulNBits"
+        return f"rounded to {form.bits} bits"
     if not exact or read.shifted != form.shifted:
-        return f"{form.bits} bits, since fewer would not hold it faithfully, by MatMulNBits"
+        return f"{form.bits} bits, since fewer would not hold it faithfully"
     added = ", each block with a float that is added" * form.shifted
-    return f"the same integers{added}, by MatMulNBits"
+    return f"the same integers{added}"
 
 
 def _grouped(names: Iterable[str]) -> str:
@@ -218,7 +213,7 @@ def _attention_line(spec: ModelSpec) -> str:
     return f"edgekv's own operator, {native.instruction_set()}" if reason is None else f"ONNX Runtime's: {reason}"
 
 
-def _products_line() -> str:
+def _matmul_line() -> str:
     """Which operator multiplies by the weights here, and why."""
     from edgekv.engines.onnx import native
 

@@ -11,14 +11,17 @@ import click
 
 from edgekv.cli import render
 from edgekv.cli.options import given, options_of
+from edgekv.engines import choose
 from edgekv.errors import BadCheckpoint, ModelNotFound
+from edgekv.identity import already_made
 from edgekv.kv.plan import Footprint, make_plan, tokens_that_fit
 from edgekv.kv.spec import KVDtype
 from edgekv.model import catalog
 from edgekv.model.converted import ConvertedModel, is_converted, open_converted
 from edgekv.model.families import spec_from_config
+from edgekv.model.foreign import find_foreign
 from edgekv.model.spec import ModelSpec
-from edgekv.options import LoadOptions, budget, footprint_of, plan_request
+from edgekv.options import LoadOptions, budget, footprint_of, home_of, plan_request
 
 ALTERNATIVES: tuple[KVDtype, ...] = ("int4", "k8v4", "int8", "fp16", "float")
 
@@ -29,7 +32,11 @@ ALTERNATIVES: tuple[KVDtype, ...] = ("int4", "k8v4", "int8", "fp16", "float")
 @click.option("--serve", "server", is_flag=True, help="With what `edgekv serve` takes beside.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(model: str, server: bool, as_json: bool, **values: Any) -> int:
-    """Show what MODEL takes in memory: a model directory, a catalog name, or a config.json (weights are estimated)."""
+    """Show what MODEL takes in memory. What is not converted yet is estimated, and stays as it is.
+
+    MODEL is a catalog name, a model directory, a GGUF file, a folder with safetensors or an ONNX graph, or a
+    config.json.
+    """
     options = LoadOptions(**given(LoadOptions, values))
     spec, footprint, converted = _resolve(model, options)
     request, limit = plan_request(spec, options, converted, server=server), budget(options)
@@ -38,6 +45,8 @@ def command(model: str, server: bool, as_json: bool, **values: Any) -> int:
     others = {dtype: replace(options, kv_dtype=dtype) for dtype in ALTERNATIVES}
     requests = {dtype: plan_request(spec, other, converted, server=server) for dtype, other in others.items()}
     requests = {dtype: request for dtype, request in requests.items() if request.runs}
+    if options.device == "cpu":
+        requests.pop("fp16", None)  # check_combination refuses it
     counts = {dtype: tokens_that_fit(spec, footprint, request, limit) for dtype, request in requests.items()}
     if as_json:
         render.print_json(render.plan_json(plan, counts))
@@ -47,20 +56,44 @@ def command(model: str, server: bool, as_json: bool, **values: Any) -> int:
 
 
 def _resolve(model: str, options: LoadOptions) -> tuple[ModelSpec, Footprint, ConvertedModel | None]:
-    """Geometry, weights and, unless it is only a config, the model."""
-    path = Path(model).expanduser()
+    """Geometry, weights and, if it is made already, the model directory."""
+    path, home = Path(model).expanduser(), home_of(options)
     known = model in catalog.names()
-    folder = catalog.home(None if options.home is None else Path(options.home)) / "models" / model if known else path
-    if is_converted(folder):
-        converted = open_converted(folder)
-        return converted.spec, footprint_of(converted, options), converted
+    folder = home / "models" / model if known else path
+    made = open_converted(folder) if is_converted(folder) else None if known else already_made(path, home)
+    if made is not None:
+        return made.spec, footprint_of(made, options), made
     if known:
         raise ModelNotFound(f"{model} has not been converted yet: run `edgekv chat {model}` once.")
-    config = path / "config.json" if path.is_dir() else path
-    if not config.exists():
-        raise ModelNotFound(
-            f"{model!r} is neither a model directory, a config.json, nor one of {', '.join(catalog.names())}."
-        )
+    spec, footprint = _published(path)
+    if choose(options.engine, options.device, options.kv_dtype).name == "torch":
+        footprint = Footprint.in_torch(spec, footprint.weight_bytes, options.device)
+    return spec, footprint, None
+
+
+def _published(path: Path) -> tuple[ModelSpec, Footprint]:
+    """Of a checkpoint, another maker's graph or a config, from metadata."""
+    if path.is_file() and path.suffix == ".json":
+        return _configured(path)
+    if (foreign := find_foreign(path)) is not None:
+        from edgekv.adopt import recognise
+
+        adapted, spec = recognise(foreign)
+        return spec, Footprint.of(spec, adapted.weight_bytes, adapted.scheme)
+    from edgekv.holding import ConvertOptions, held_size
+    from edgekv.weights import open_source
+
+    try:
+        source = open_source(path)
+    except ModelNotFound:
+        if not (path / "config.json").is_file():
+            raise
+        return _configured(path / "config.json")
+    return source.spec, Footprint.of(source.spec, *held_size(source, ConvertOptions()), exact=False)
+
+
+def _configured(config: Path) -> tuple[ModelSpec, Footprint]:
+    """Of a config.json alone, whatever its publisher quantised."""
     try:
         data = json.loads(config.read_text("utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
@@ -68,4 +101,4 @@ def _resolve(model: str, options: LoadOptions) -> tuple[ModelSpec, Footprint, Co
     if not isinstance(data, dict):
         raise BadCheckpoint(f"{config} holds no object with fields.")
     spec = spec_from_config({key: value for key, value in data.items() if key != "quantization_config"})
-    return spec, Footprint.estimate(spec), None
+    return spec, Footprint.estimate(spec)

@@ -84,13 +84,13 @@ class Footprint:
     unpacked_bytes: int = 0  # the largest matrix in float32, where the runtime unpacks codes at every step
 
     @classmethod
-    def of(cls, spec: ModelSpec, weight_bytes: int, scheme: str = "") -> Footprint:
-        """Of a converted model, whose data file has `weight_bytes`, held as `scheme` says (holding.py)."""
+    def of(cls, spec: ModelSpec, weight_bytes: int, scheme: str = "", *, exact: bool = True) -> Footprint:
+        """Of a model whose data file has `weight_bytes`, held as `scheme` says (holding.py); exact: it is there."""
         digits = 2 if "int8+8/" in scheme else 1
         tied = digits * spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0
         largest = 4 * spec.hidden_size * max(spec.ffn_size, spec.qkv_rows)
         return cls(
-            weight_bytes, tied, exact=True, unpacked_bytes=largest if "nf4/" in scheme or "fp4/" in scheme else 0
+            weight_bytes, tied, exact=exact, unpacked_bytes=largest if "nf4/" in scheme or "fp4/" in scheme else 0
         )
 
     @classmethod
@@ -100,7 +100,7 @@ class Footprint:
         layers = spec.num_layers * per_layer * (bits / 8 + 4 / group + bits / 8 / group)
         embedding = spec.vocab_size * spec.hidden_size * (1 + 4 / 32)
         total = int(layers + embedding * (1 if spec.tied_embeddings else 2))
-        return replace(cls.of(spec, total), exact=False)
+        return cls.of(spec, total, exact=False)
 
     @classmethod
     def in_torch(cls, spec: ModelSpec, weight_bytes: int, device: str) -> Footprint:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from edgekv.files import check_writable
 from edgekv.generate import Finished, PrefillProgress, TextDelta, Usage
 from edgekv.kv.scales import read_scales, write_scales
 from edgekv.model.converted import ConvertedModel
+from edgekv.prepare import prepare
 from edgekv.sampling import SamplingOptions
 from edgekv.session_store import SavedSession, SessionStore
 from edgekv.text.precheck import Overflow
@@ -527,6 +529,28 @@ def test_plan_table_and_json(tmp_path: Path) -> None:
     assert table.returncode == 2
     assert "DOES NOT FIT" in table.stdout
     assert edgekv("plan", path, "--memory", "8GiB").returncode == 0
+
+
+@pytest.mark.parametrize("name", ["llama-awq-g128", "llama-bnb-nf4", "onnx/genai-web", "onnx/optimum-llama"])
+def test_plan_of_what_is_not_converted_yet(tmp_path: Path, name: str) -> None:
+    """A checkpoint, and another maker's graph, from metadata: nothing is made, and what is made then takes no more."""
+    source, home = DATA.parent / name, tmp_path / "home"
+
+    def plan(model: Path) -> dict[str, Any]:
+        result = edgekv("plan", model, "--json", "--home", home, "--memory", "4GiB")
+        assert result.returncode == 0, result.stderr
+        found: dict[str, Any] = json.loads(result.stdout)
+        return found
+
+    before = plan(source)
+    assert not home.exists()
+    made = prepare(str(source), home=home)
+    after = plan(source)
+    assert after == plan(made.folder)
+    assert before["cache_bytes"] == after["cache_bytes"]
+    expected, held = (found["lines"][0]["size_bytes"] for found in (before, after))
+    assert 0.7 * expected < held <= 1.02 * expected  # of float32 factors, which may turn out to be float16
+    assert "fp16" not in after["tokens_that_fit"]
 
 
 def test_convert_calibrate_and_chat(tmp_path: Path) -> None:

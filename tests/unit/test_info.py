@@ -50,7 +50,7 @@ def test_a_gptq_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert rows["left in float"] == ["embed, head"]
     assert rows["chat template"] == ["none: generate() only"]
     assert rows["held as"][0].startswith("int4/32, int8+8/32 (bits/block), about")
-    assert "14 of int4/32 -> int4/32: the same integers, by MatMulNBits" in rows["held as"]
+    assert "14 of int4/32 -> int4/32: the same integers" in rows["held as"]
     assert rows["state"][0].startswith("not converted yet")
     assert os.listdir(tmp_path) == []
 
@@ -101,14 +101,14 @@ def test_gguf(capsys: pytest.CaptureFixture[str], tiny_models: TinyModels, tmp_p
     path = write_gguf(tiny_models.source("llama"), tmp_path / "tiny.gguf", "Q4_1")
     rows = info(capsys, path, "--home", tmp_path / "home")
     assert rows["format"][0].startswith("GGUF Q4_1")
-    wanted = "14 of Q4_1 -> int4+shift/32: the same integers, each block with a float that is added, by MatMulNBits"
+    wanted = "14 of Q4_1 -> int4+shift/32: the same integers, each block with a float that is added"
     assert wanted in rows["held as"]
 
 
 def test_a_float_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its weights will be rounded, and info says so."""
     rows = info(capsys, DATA / "llama-fp16", "--home", tmp_path)
-    assert "14 of float16 -> int4/32: rounded to 4 bits, by MatMulNBits" in rows["held as"]
+    assert "14 of float16 -> int4/32: rounded to 4 bits" in rows["held as"]
     assert "left in float" not in rows
 
 
