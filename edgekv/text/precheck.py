@@ -24,7 +24,7 @@ Overflow = Literal["error", "window", "summarise"]
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
 LARGER = "load the model with a larger --context"
-LONGER = "take a model with a longer context: the cache holds all of this one's"
+LONGER = "take a model with a longer context (the cache holds all of this one's)"
 """What whoever loads the model can do; LONGER where a larger cache cannot be had."""
 
 _SERVE_LARGER = "give it more room (a larger --context)"

@@ -80,6 +80,8 @@ class ChatTemplate:
         except TemplateError:
             raise
         except LimitExceeded as error:
+            if sum(len(message["content"]) for message in messages) > MAX_CHARS:
+                raise _too_much() from None
             raise TemplateError(f"The model's chat template was stopped: {error}. Use another template.") from None
         except Exception as error:  # the template's code may raise anything; it is all the template's fault
             said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
@@ -130,6 +132,10 @@ def _limited(chunks: Iterator[str]) -> Iterator[str]:
     for chunk in chunks:
         size += len(chunk)
         if size > MAX_CHARS:
-            limit = format_bytes(MAX_CHARS)
-            raise TemplateError(f"The rendered conversation is larger than {limit} of text: shorten the messages.")
+            raise _too_much()
         yield chunk
+
+
+def _too_much() -> TemplateError:
+    limit = format_bytes(MAX_CHARS)
+    return TemplateError(f"The rendered conversation is larger than {limit} of text: shorten the messages.")

@@ -246,7 +246,7 @@ def test_no_larger_context_is_advised_where_there_is_none(chat_model: ConvertedM
     most = chat_model.spec.max_context
     long = "word " * most
     for options, words in (
-        (("-p", long), "split the message, or take a model with a longer context: the cache holds all of this one's."),
+        (("-p", long), "split the message, or take a model with a longer context (the cache holds all of this one's)."),
         (("-p", long, "--overflow", "error"), "send at most {allowed} tokens, or use overflow='window'."),
         (("-p", "x", "--system", long), "shorten it, or take a model with a longer context"),
         (("-p", "x", "--system", long, "--overflow", "summarise"), "shorten it, or take a model with a longer context"),

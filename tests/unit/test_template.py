@@ -172,6 +172,16 @@ def test_endless_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         template(source).render(talk("hi"))
 
 
+def test_messages_that_are_too_long_are_not_the_templates_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds strings, and is stopped at that: another template would not help."""
+    for module in (template_module, sandbox):
+        monkeypatch.setattr(module, "MAX_CHARS", 10_000)
+    added = template("{{ '<s>' + messages[0]['content'] }}")
+    assert added.render(talk("x" * 9_000)) == "<s>" + "x" * 9_000
+    with pytest.raises(TemplateError, match=r"rendered conversation is larger than .*: shorten the messages"):
+        added.render(talk("x" * 10_001))
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
