@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -382,6 +383,9 @@ def _named(name: str) -> Path:
     return Path(name).expanduser()
 
 
+_MOST_UNEDITED = 4095  # Linux's; input() edits lines, and takes any length, only where its output is a terminal, too
+
+
 def _lines(interactive: bool) -> Iterator[str]:
     """Lines from the terminal with a prompt and editing, or from a pipe."""
     if not interactive:
@@ -395,7 +399,14 @@ def _lines(interactive: bool) -> Iterator[str]:
         render.note("[no line editing on this system]")
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
+            if len(os.fsencode(line)) >= _MOST_UNEDITED and not sys.stdout.isatty():
+                render.refusal(
+                    f"The terminal cuts lines of {_MOST_UNEDITED:,} bytes and more while the output goes to a pipe or "
+                    "file, and this one may be cut: split it, or give the text with --prompt TEXT < FILE."
+                )
+                continue
+            yield line
         except EOFError:
             click.echo()
             return

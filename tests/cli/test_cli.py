@@ -437,6 +437,25 @@ def test_pasted_lines_are_one_message(chat_model: ConvertedModel, tmp_path: Path
     assert [text.split() for text in asked] == [["first", "line", "second", "line"]]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other terminals have other limits")
+def test_a_line_that_the_terminal_cuts_is_not_answered(chat_model: ConvertedModel) -> None:
+    """`edgekv chat | tee talk.txt`, and a long text is pasted: no part of it is taken for the whole."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "edgekv", "chat", str(chat_model.folder), "--context", "256", "--no-save"]
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "4"], stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    os.close(theirs)
+    os.write(ours, b"a" * 5000 + b"\n")
+    os.write(ours, b"/stats\n\x04")
+    printed, told = process.communicate(timeout=60)
+    os.close(ours)
+    assert process.returncode == 0
+    assert "error: The terminal cuts lines of 4,095 bytes and more" in told
+    assert re.search(r"messages +0\b", printed)
+    assert "last prompt" not in printed
+
+
 def test_one_answer_and_exit(chat_model: ConvertedModel) -> None:
     """--prompt prints the answer to stdout and nothing else; text from a pipe is added to it."""
     result = edgekv("chat", chat_model.folder, "-p", "Hello", "--max-new-tokens", 5, "--context", 256)
