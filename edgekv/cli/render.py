@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, int, int | None], None]
 
+_CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), " ")
+"""What moves the cursor, colours or renames the terminal: a conversation may have it in its words."""
+
 console = Console(stderr=True, highlight=False)
 out = Console(highlight=False)
 
@@ -54,8 +57,13 @@ def _line(target: Console, text: str, *, style: str | None = None) -> None:
     """On a terminal a line is broken between words; a word that is longer (a path) stays whole, to be copied."""
     if target.is_terminal:
         wrapper = TextWrapper(target.width, break_long_words=False, break_on_hyphens=False)
-        text = "\n".join(map(wrapper.fill, text.split("\n")))
+        text = "\n".join(wrapper.fill(line.translate(_CONTROLS)) for line in text.split("\n"))
     target.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
+
+
+def spoken(text: str) -> str:
+    """The words of a conversation as they are or, on a terminal, without what would command it."""
+    return text.translate(_CONTROLS | {9: "\t", 10: "\n", 13: "\r"}) if sys.stdout.isatty() else text
 
 
 def shortened(text: str, most: int = 50) -> str:
@@ -83,7 +91,7 @@ def table(
     if title:
         say(title)
     head = [list(columns)] if any(columns) else []
-    lines = [[cell.replace("\n", " ") for cell in row] for row in (*head, *rows)]
+    lines = [[cell.translate(_CONTROLS) for cell in row] for row in (*head, *rows)]
     widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
     kept = _kept(widths, spare, out.width) if spare and out.is_terminal else list(range(len(widths)))
     for index, row in enumerate(lines):
@@ -230,7 +238,7 @@ class AnswerPrinter:
             print_json({"event": type(event).__name__} | asdict(event))
         elif isinstance(event, TextDelta):
             self._clear()
-            click.echo(event.text, nl=False)
+            click.echo(spoken(event.text), nl=False)
             self._wrote = True
         elif isinstance(event, PrefillProgress) and console.is_terminal:
             click.echo(f"\r\x1b[2mreading {event.done} of {event.total} tokens\x1b[0m", nl=False, err=True)

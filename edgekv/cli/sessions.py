@@ -60,7 +60,7 @@ def show(name: str, home: Path | None) -> None:
     """Print the words of a conversation, after checking that its file is whole."""
     state = read_session(_store(home).existing(name), None)
     for message in state.messages:
-        click.echo(f"{message['role']}: {message['content']}\n")
+        click.echo(render.spoken(f"{message['role']}: {message['content']}\n"))
     if state.note:
         render.say(f"note on the first {state.noted} messages: {state.note}")
 

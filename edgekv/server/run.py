@@ -44,7 +44,7 @@ def listen(options: ServeOptions) -> socket.socket:
         return bound
     except OSError as error:
         reason = error.strerror or error
-        raise InvalidOption(f"Cannot listen on {options.host} port {options.port}: {reason}.") from None
+        raise InvalidOption(f"Cannot listen on {options.host} port {options.port}: {reason}; choose others.") from None
 
 
 def serve(runtime: AsyncRuntime, options: ServeOptions, bound: socket.socket) -> None:

@@ -195,6 +195,23 @@ def test_tables_are_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{'name':90}  size\n{'n' * 90}     1\n\u6f22\u5b57{' ' * 86}    20\n"
 
 
+def test_a_table_shows_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a conversation began with may colour, clear or rename the terminal."""
+    render.table("", ["began with", "n"], [["\x1b[31mred\x07\ttab\nline", "1"]])
+    assert capsys.readouterr().out == "began with          n\n [31mred  tab line  1\n"
+
+
+def test_a_model_does_not_command_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its answer may hold a sequence that writes to the clipboard or clears the screen; a pipe gets it as it is."""
+    answer = "a\x1b]52;c;eA==\x07b\x9b2J\tc\r\n\U0001f469\u200d\U0001f680\n"
+    for terminal, shown in ((True, "a ]52;c;eA== b 2J\tc\r\n\U0001f469\u200d\U0001f680\n"), (False, answer)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        render.AnswerPrinter(as_json=False).show(TextDelta(answer))
+        assert capsys.readouterr().out == shown
+
+
 def test_a_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It goes without columns that can be spared, which is told, and shows what it cuts of the last one; names stay."""
     columns, row = ["name", "saved", "tokens", "began with"], ["n" * 30, "2026-11-30", "7", "\u6f22" * 20]
