@@ -79,6 +79,11 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path with `~` as shells read it: what begins with ~ and names no user's home stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
 def check_writable(path: Path) -> None:
     """Refuse a file that cannot be written, before a long run would find out at its end. Nothing is left behind.
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from edgekv.convert import ConvertReport, convert
 from edgekv.errors import InvalidOption, ModelNotFound, ScalesError
-from edgekv.files import atomic_file, exclusive, folder_size, remove_leftovers
+from edgekv.files import atomic_file, exclusive, expanded, folder_size, remove_leftovers
 from edgekv.identity import Record, already_made, content_key, records
 from edgekv.kv.scales import KVScales, read_scales, scales_name
 from edgekv.kv.spec import FLOATS, Granularity, KVDtype
@@ -62,7 +62,7 @@ def prepare(target: str, *, home: Path, watch: Watch = Watch(), chats: bool = Fa
 
 
 def _prepared(target: str, home: Path, watch: Watch, chats: bool) -> ConvertedModel:
-    path = Path(target).expanduser()
+    path = expanded(target)
     if is_converted(path):
         return open_converted(path)
     if target.startswith("hf:") or target in catalog.names():

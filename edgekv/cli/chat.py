@@ -20,6 +20,7 @@ from edgekv.cli.options import given, options_of
 from edgekv.cli.ready import ready_runtime
 from edgekv.conversation import read_conversation, write_conversation
 from edgekv.errors import EdgeKVError, InvalidOption, StorageError
+from edgekv.files import expanded
 from edgekv.generate import Finished
 from edgekv.model import catalog, recommended
 from edgekv.options import LoadOptions, home_of
@@ -380,7 +381,10 @@ def _check_replaced(path: Path, read: Callable[[Path], object]) -> None:
 def _named(name: str) -> Path:
     if not name:
         raise InvalidOption("Name a file: /save FILE or /load FILE.")
-    return Path(name).expanduser()
+    path = expanded(name)
+    if path.name in ("", "..") or "\0" in name:
+        raise InvalidOption(f"{name!r} names no file: /save FILE or /load FILE.")
+    return path
 
 
 _MOST_UNEDITED = 4095  # Linux's; input() edits lines, and takes any length, only where its output is a terminal, too

@@ -11,6 +11,7 @@ import click
 from edgekv.cli import render
 from edgekv.engines import choose
 from edgekv.errors import ScalesError
+from edgekv.files import expanded
 from edgekv.identity import already_made
 from edgekv.kv.scales import KVScales, read_scales
 from edgekv.kv.spec import MIN_CAPACITY, KVSpec
@@ -37,7 +38,7 @@ def command(model: str | None, home: Path | None) -> None:
     if model is None:
         _list_models(folder)
         return
-    path = folder / "models" / model if model in catalog.names() else Path(model).expanduser()
+    path = folder / "models" / model if model in catalog.names() else expanded(model)
     render.table("", ["", ""], _rows(path, folder, known=model in catalog.names()))
 
 

@@ -13,6 +13,7 @@ from edgekv.cli import render
 from edgekv.cli.options import given, options_of
 from edgekv.engines import choose
 from edgekv.errors import BadCheckpoint, ModelNotFound
+from edgekv.files import expanded
 from edgekv.identity import already_made
 from edgekv.kv.plan import Footprint, make_plan, tokens_that_fit
 from edgekv.kv.spec import KVDtype
@@ -57,7 +58,7 @@ def command(model: str, server: bool, as_json: bool, **values: Any) -> int:
 
 def _resolve(model: str, options: LoadOptions) -> tuple[ModelSpec, Footprint, ConvertedModel | None]:
     """Geometry, weights and, if it is made already, the model directory."""
-    path, home = Path(model).expanduser(), home_of(options)
+    path, home = expanded(model), home_of(options)
     known = model in catalog.names()
     folder = home / "models" / model if known else path
     made = open_converted(folder) if is_converted(folder) else None if known else already_made(path, home)

@@ -25,6 +25,7 @@ from typing import Any, TypeVar, get_type_hints
 import platformdirs
 
 from edgekv.errors import BadCheckpoint, ModelNotFound
+from edgekv.files import expanded
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -121,7 +122,7 @@ class CatalogEntry:
 def home(override: Path | None = None) -> Path:
     """The folder for everything edgekv keeps: `override`, else EDGEKV_HOME, else the user's cache folder."""
     chosen = override or os.environ.get("EDGEKV_HOME") or platformdirs.user_cache_dir("edgekv", appauthor=False)
-    return Path(chosen).expanduser().absolute()
+    return expanded(chosen).absolute()
 
 
 def models_folder() -> Path:

@@ -176,6 +176,20 @@ def test_saving_makes_no_folders(chat_model: ConvertedModel, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["talk.safetensors"]
 
 
+def test_names_that_are_none(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Neither ends the chat, nor shows a traceback: folders, a home of nobody, half a pasted binary."""
+    typed = "\n".join(
+        f"/{verb} {name}" for verb in ("save", "load") for name in (".", "..", "/", "~nobody-here/x", "a\0b")
+    )
+    result = edgekv("chat", chat_model.folder, "--context", "128", stdin=f"{typed}\n/stats\n")
+    assert "Traceback" not in result.stderr
+    assert len(re.findall("^error: .*(names no file|is no folder|cannot be read)", result.stderr, re.M)) == 10
+    assert "0 of 128 tokens" in result.stdout
+    for command in (("chat", "~nobody-here/x", "-p", "x"), ("plan", "~nobody-here/x"), ("info", "~nobody-here/x")):
+        assert "~nobody-here/x" in refused(edgekv(*command, home=tmp_path))
+    assert edgekv("sessions", "list", "--home", "~nobody-here/x").returncode == 0
+
+
 def test_the_line_of_progress_is_taken_back(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
