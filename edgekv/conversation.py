@@ -23,8 +23,8 @@ def write_conversation(path: Path, messages: Sequence[Message]) -> None:
         StorageError: the file cannot be written; what was there is untouched.
     """
     data = {"format": FORMAT, "format_version": FORMAT_VERSION, "messages": list(messages)}
-    with atomic_file(path) as part:
-        part.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    with atomic_file(path) as part:  # half of a surrogate pair becomes what JSON has for it
+        part.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", "utf-8", "backslashreplace")
 
 
 def read_conversation(path: Path) -> list[Message]:

@@ -44,6 +44,13 @@ def test_any_messages_come_back(tmp_path: Path, turns: list[tuple[str, str]]) ->
     assert read_conversation(tmp_path / "talk.json") == messages
 
 
+def test_half_a_surrogate_pair_comes_back(tmp_path: Path) -> None:
+    """A byte that is no UTF-8, read from a pipe: JSON has an escape for it, UTF-8 has none."""
+    messages = [Message(role="system", content="caf\udce9 \U0001f680")]
+    write_conversation(tmp_path / "talk.json", messages)
+    assert read_conversation(tmp_path / "talk.json") == messages
+
+
 def test_unknown_fields_of_a_message_are_left_out(tmp_path: Path) -> None:
     """Only role and content go on to the template."""
     (tmp_path / "x").write_text(json.dumps(whole(messages=[{"role": "user", "content": "a", "tool_calls": [1]}])))
