@@ -173,7 +173,7 @@ def bench(
     from edgekv.engines.onnx.engine import OnnxEngine
 
     packed = isinstance(engine, OnnxEngine) and engine.packed
-    card = make_card(model, engine.kv, threads, options, progress, native=engine.row_factors, packed=packed)
+    card = make_card(model, engine.kv, threads, options, progress, factors=engine.row_factors != "none", packed=packed)
     speeds = measure(engine, card, options, progress)
     return BenchReport(card, speeds, provenance(model, engine.kv, threads, options))
 
@@ -185,13 +185,13 @@ def make_card(
     options: BenchOptions,
     progress: Progress = lambda stage, done, total: None,
     *,
-    native: bool = False,
+    factors: bool = False,
     packed: bool = False,
 ) -> Card:
     """Bytes per token and the machine's bandwidth.
 
     Args:
-        native: for edgekv's own attention, whose INT8 rows have factors.
+        factors: whether rows of the cache have them.
         packed: for edgekv's own matmul, which reads weights in the bits that they have.
 
     Raises:
@@ -208,7 +208,7 @@ def make_card(
     bandwidth = read_bandwidth(threads, progress=progress)
     ceilings = []
     for length in fitting:
-        token_bytes = weights + cache_bytes(model.spec, kv.dtype, length, native=native)
+        token_bytes = weights + cache_bytes(model.spec, kv.dtype, length, factors=factors)
         ceilings.append(Ceiling(length, token_bytes, bandwidth / token_bytes))
     left_out = tuple(length for length in options.lengths if length not in fitting)
     return Card(weights, bandwidth, tuple(ceilings), left_out)

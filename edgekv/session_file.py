@@ -34,7 +34,7 @@ from edgekv.errors import SessionError
 from edgekv.files import atomic_file
 from edgekv.generate import TimelineState
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVSpec
+from edgekv.kv.spec import KVSpec, RowFactors
 from edgekv.session_state import ChatState, SessionState
 
 FORMAT, FORMAT_VERSION = "edgekv-session", "1"
@@ -42,6 +42,7 @@ SUFFIX = ".safetensors"
 
 _ZEROS = "0" * 64
 _CHUNK = 1 << 22
+_BESIDE_SCALES: dict[RowFactors, str] = {"none": "", "plain": " and row, not mixed", "mixed": " and row"}
 _DTYPES = {"I8": np.int8, "U8": np.uint8, "F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
 
 Array = npt.NDArray[Any]
@@ -54,18 +55,17 @@ class CacheIdentity:
     model: str  # the model's fingerprint
     name: str  # of the model, for people
     dtype: str
-    granularity: str  # of the scales; with "and row" where each row has a factor of its own
+    granularity: str  # of the scales, and what rows have beside them
     scales: str  # the beginning of the scales' SHA-256; empty: a cache without scales
 
     @classmethod
     def of(
-        cls, fingerprint: str, name: str, kv: KVSpec, scales: KVScales | None, *, row_factors: bool
+        cls, fingerprint: str, name: str, kv: KVSpec, scales: KVScales | None, *, row_factors: RowFactors
     ) -> CacheIdentity:
         """Of a model and the kind of its cache; scales, row_factors: those of its engine."""
         if scales is None:
             return cls(fingerprint, name, kv.dtype, kv.granularity, "")
-        granularity = f"{kv.granularity} and row" if row_factors else kv.granularity
-        return cls(fingerprint, name, kv.dtype, granularity, _digest(scales))
+        return cls(fingerprint, name, kv.dtype, kv.granularity + _BESIDE_SCALES[row_factors], _digest(scales))
 
     def check(self, path: Path, saved: CacheIdentity) -> None:
         """Refuse a saved cache of another identity, with the reason.

@@ -299,7 +299,8 @@ class Shape:
 
 def layer_case(torch: Any, sizes: Sizes, shape: Shape, capacity: int, evicted: int = 0, pinned: int = 0) -> Row:
     """A layer's full cache of random rows and a run's queries [H, T, D], keys and values [K, T, D]."""
-    from edgekv.engines.torch.cache import STORED, LayerRows, Place, Turns
+    from edgekv.engines.torch.cache import STORED, LayerRows, Part, Place, Turns
+    from edgekv.kv.spec import ROW_FACTORS
     from edgekv.model.spec import RopeSpec
 
     device, size, heads = torch.device(sizes.device), shape.size, shape.kv_heads * shape.group
@@ -308,18 +309,21 @@ def layer_case(torch: Any, sizes: Sizes, shape: Shape, capacity: int, evicted: i
     def normal(*counts: int) -> Any:
         return torch.randn(counts, device=device, generator=random)
 
-    spread, scales = {"int8": 40.0, "fp8": 100.0}.get(shape.dtype, 1.0), [None, None]
-    if spread > 1:
-        scales = [torch.rand((shape.kv_heads, size), device=device, generator=random) / spread + 1e-3 for _ in "kv"]
-    stored = [
-        (normal(shape.kv_heads, capacity, size) * spread).clamp(-127, 127).to(STORED[shape.dtype])  # type: ignore[index]
-        for _ in "kv"
-    ]
-    rows = LayerRows(*stored, *scales)
-    if shape.centred:
-        turns = Turns.of(RopeSpec(), size, capacity, device)
-        centres = [10 * normal(shape.kv_heads, size), normal(shape.kv_heads, size)]
-        rows = replace(rows, k_centre=centres[0], turns=turns, v_centre=centres[1])
+    def uniform(count: int) -> Any:
+        return torch.rand((shape.kv_heads, count), device=device, generator=random)
+
+    spread = {"int8": 40.0, "fp8": 100.0}.get(shape.dtype, 1.0)
+
+    def part(centre: float) -> Any:
+        stored = (normal(shape.kv_heads, capacity, size) * spread).clamp(-127, 127)
+        made = Part(stored.to(STORED[shape.dtype]))  # type: ignore[index]
+        if spread > 1:
+            made = replace(made, scale=uniform(size) / spread + 1e-3)
+        if shape.dtype in ROW_FACTORS:
+            made = replace(made, factors=(uniform(capacity) + 0.01).bfloat16())
+        return replace(made, centre=centre * normal(shape.kv_heads, size)) if shape.centred else made
+
+    rows = LayerRows(part(10), part(1), Turns.of(RopeSpec(), size, capacity, device) if shape.centred else None)
     place = Place(capacity, torch.zeros(4, dtype=torch.int32, device=device), evicted=evicted, pinned=pinned)
     place.set(capacity - shape.count)
     queries = [normal(heads, shape.count, size) for _ in range(2)]
@@ -351,9 +355,10 @@ def check_kernels(torch: Any, sizes: Sizes, geometry: Geometry) -> Iterator[Row]
             options = {"scaling": shape.size**-0.5, "window": shape.window, "softcap": 20.0 if shape.window else None}
             kernels.store(*case["new"], case["rows"], case["place"])
             outputs.append(kernels.attend(*case["queries"], case["rows"], case["place"], **options).double())
-            stored.append(torch.stack([case["rows"].keys.float(), case["rows"].values.float()]))
+            stored.append([held.float() for part in (case["rows"].keys, case["rows"].values)
+                           for held in (part.stored, part.factors) if held is not None])  # fmt: skip
         error = ((outputs[0] - outputs[1]).norm(dim=-1) / outputs[1].norm(dim=-1)).max().item()
-        differing = int((stored[0] != stored[1]).sum())
+        differing = sum(int((found != wanted).sum()) for found, wanted in zip(*stored, strict=True))
         bound = 1e-4 if shape.dtype == "float" else 4e-3
         yield asdict(shape) | {"error": error, "differing": differing, "ok": error < bound and differing == 0}
 
@@ -406,6 +411,7 @@ def copy_bandwidth(torch: Any, sizes: Sizes) -> float:
 def measure_attention(torch: Any, sizes: Sizes, geometry: Geometry) -> Iterator[Row]:
     """Decode attention of layers whose caches together exceed the card's own cache, one after another."""
     from edgekv.engines.torch.kernels.fused import TritonKernels
+    from edgekv.kv.plan import row_extra_bytes
 
     clock, bandwidth = Clock(torch, sizes), copy_bandwidth(torch, sizes)
     for model in sizes.models:
@@ -414,7 +420,7 @@ def measure_attention(torch: Any, sizes: Sizes, geometry: Geometry) -> Iterator[
         for length in sizes.lengths:
             for dtype, centred in (("fp16", False), ("int8", False), ("int8", True), ("fp8", True)):
                 shape = Shape(dtype, size, group, centred=centred, kv_heads=kv_heads)
-                read = 2 * kv_heads * length * size * (2 if dtype == "fp16" else 1)
+                read = 2 * kv_heads * length * (size * (2 if dtype == "fp16" else 1) + row_extra_bytes(dtype, True))
                 layers = min(128, max(2, -(-sizes.ring_bytes // read)))
                 cases = [layer_case(torch, sizes, shape, length) for _ in range(layers)]
                 kernels = TritonKernels(kv_heads * group, kv_heads, size, length, torch.device(sizes.device))

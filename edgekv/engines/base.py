@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from edgekv.errors import CacheFull, InvalidOption
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVSpec
+from edgekv.kv.spec import KVSpec, RowFactors
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec
 
@@ -63,9 +63,9 @@ class Engine(Protocol):
         `without_centre()`, whatever it was opened with."""
 
     @property
-    def row_factors(self) -> bool:
-        """Whether each row is stored with a factor of its own beside the scales (kv/rows.py). Rows with one and rows
-        without are of different widths, so that neither is taken for the other."""
+    def row_factors(self) -> RowFactors:
+        """Whether rows are stored with factors of their own beside the scales (kv/rows.py). Rows of different kinds are
+        of different widths or types, so that none is taken for another."""
 
     @property
     def tokens(self) -> Sequence[int]:

@@ -34,7 +34,7 @@ from edgekv.engines.base import (
 from edgekv.errors import InvalidOption, ScalesError
 from edgekv.kv.quant import LIMIT
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVSpec, scales_dtype
+from edgekv.kv.spec import KVSpec, RowFactors, scales_dtype
 from edgekv.kv.window import Move
 from edgekv.model.spec import ModelSpec
 
@@ -45,11 +45,11 @@ class CacheLayout(ABC):
     Attributes:
         evicted: how many tokens have left.
         pinned: how many of those at the beginning the last eviction left there; it means nothing before the first.
-        row_factors: whether each row has a factor of its own beside the scales.
+        row_factors: whether rows have factors of their own beside the scales.
     """
 
     pinned_angles: ClassVar[PinnedAngles]
-    row_factors = False
+    row_factors: RowFactors = "none"
 
     def __init__(self) -> None:
         self.evicted = self.pinned = 0
@@ -170,8 +170,8 @@ class CachedEngine(ABC):
         return self._scales
 
     @property
-    def row_factors(self) -> bool:
-        """Whether each row is stored with a factor of its own beside the scales."""
+    def row_factors(self) -> RowFactors:
+        """Whether rows are stored with factors of their own beside the scales."""
         return self._cache.row_factors
 
     @property

@@ -75,8 +75,7 @@ class Lane:
 
     def __post_init__(self) -> None:
         if self.scales is not None:
-            own = self.engine.kv.dtype if self.engine.row_factors else None
-            self.meter = ErrorMeter(self.scales, own=own)
+            self.meter = ErrorMeter(self.scales, self.engine.kv.dtype, self.engine.row_factors)
 
     def append(self, tokens: Sequence[int]) -> Logits:
         """Run tokens, evicting as a chat would, and return all logits, [T, V]."""

@@ -16,7 +16,7 @@ from edgekv.engines.rope import rotated_centre
 from edgekv.kv.quant import count_saturated, fake_quantize
 from edgekv.kv.rows import own_rows
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import KVDtype
+from edgekv.kv.spec import KVDtype, RowFactors
 
 Float32 = npt.NDArray[np.float32]
 
@@ -36,12 +36,11 @@ class ErrorMeter:
     """Sums up what quantising does to the rows of a float cache.
 
     Args:
-        own: the dtype of rows that are held as edgekv's own operator holds them, with factors, in which none saturates;
-            None: rows have just the scales.
+        dtype: of the rows, by default the scales'. factors: those of the rows; with factors none saturates.
     """
 
-    def __init__(self, scales: KVScales, *, own: KVDtype | None = None) -> None:
-        self._scales, self._own = scales, own
+    def __init__(self, scales: KVScales, dtype: KVDtype | None = None, factors: RowFactors = "none") -> None:
+        self._scales, self._dtype, self._factors = scales, dtype or scales.dtype, factors
         self.sums = np.zeros((len(scales.k), 2, 4), np.float64)  # [L, K or V, error^2, value^2, saturated, values]
 
     def see(self, engine: Engine, start: int, stop: int) -> None:
@@ -69,9 +68,9 @@ class ErrorMeter:
 
     def _count(self, part: str, held: Float32, rows: Float32, scale: Float32) -> tuple[float, float, float, float]:
         """What is quantised of rows, and the rows, [K, T, D]; scale [K, 1, D]."""
-        dtype = self._scales.dtype
-        if self._own:
-            quantise, restore = own_rows(self._own, part)
+        dtype = self._dtype
+        if self._factors != "none":
+            quantise, restore = own_rows(dtype, part, self._factors)
             return _energy(restore(quantise(held, scale), scale) - held), _energy(rows), 0, rows.size
         difference = fake_quantize(held, scale, dtype) - held
         return _energy(difference), _energy(rows), count_saturated(held, scale, dtype), rows.size

@@ -1,8 +1,9 @@
 """The memory plan: every byte a line with its formula, and the largest cache that fits a budget.
 
-    cache            2 L K C D x bits / 8           (keys and values. In edgekv's own operator an INT8 row has D + 2
-                                                    bytes, one of 4 bits D/2 + 2, and layers with a window may have a
-                                                    ring of R slots: KVSpec.ring_slots)
+    cache            2 L K C D x bits / 8           (keys and values. In edgekv's own operator and in the torch engine
+                                                    an INT8 row has D + 2 bytes; in the operator one of 4 bits D/2 + 2,
+                                                    and layers with a window may have a ring of R slots:
+                                                    KVSpec.ring_slots)
     key centres      4 L K D + 8 P C                where keys are held less their centre (kv/scales.py): that, and cos
                                                     and sin of P pairs of channels at each slot (2 P C in INT4); in the
                                                     torch engine those of D/2 pairs at C/32 + 64 slots (cache.Turns)
@@ -122,12 +123,17 @@ class PlanRequest:
     sinks: int | None = None
     stride: int | None = None
     chunk: int = 128  # tokens of one prefill run
-    native: bool = False  # for edgekv's own operator: a ring, with factors for INT8 rows (engines/onnx/ring.py)
+    native: bool = False  # for edgekv's own operator: a ring (engines/onnx/ring.py)
     runtime_bytes: int = RUNTIME_BYTES
     torch: bool = False  # planned for the torch engine
     centre_pairs: int = 0  # pairs of channels of which keys are held less a constant (kv/scales.py)
     value_centres: bool = False  # whether values are
     server: bool = False  # with what `edgekv serve` takes beside
+
+    @property
+    def factors(self) -> bool:
+        """Whether the engine gives rows factors of their own, of the dtypes that have them."""
+        return self.native or self.torch
 
     @property
     def runs(self) -> bool:
@@ -181,20 +187,20 @@ class Plan:
         return self.budget_bytes is None or self.total_bytes <= self.budget_bytes
 
 
-def cache_bytes(spec: ModelSpec, dtype: KVDtype, tokens: int, *, native: bool = False) -> int:
+def cache_bytes(spec: ModelSpec, dtype: KVDtype, tokens: int, *, factors: bool = False) -> int:
     """Keys and values of so many tokens in every layer: 2 L K C D x bits / 8, and the factors of their rows."""
-    return slot_bytes(spec, dtype, native) * spec.num_layers * tokens
+    return slot_bytes(spec, dtype, factors) * spec.num_layers * tokens
 
 
-def slot_bytes(spec: ModelSpec, dtype: KVDtype, native: bool) -> int:
+def slot_bytes(spec: ModelSpec, dtype: KVDtype, factors: bool) -> int:
     """Keys and values of one token in one layer: 2 K D x bits / 8, and the factors of its rows."""
     numbers = spec.head_dim * sum(BITS[dtype]) // 8
-    return spec.num_kv_heads * (numbers + 2 * row_extra_bytes(dtype, native))
+    return spec.num_kv_heads * (numbers + 2 * row_extra_bytes(dtype, factors))
 
 
-def row_extra_bytes(dtype: KVDtype, native: bool) -> int:
-    """Bytes of a row beside its D numbers."""
-    return FACTOR_BYTES if dtype in ROW_FACTORS and (native or dtype in OWN_OPERATOR_ONLY) else 0
+def row_extra_bytes(dtype: KVDtype, factors: bool) -> int:
+    """Bytes of a row beside its D numbers. factors: whether the engine gives rows any where the dtype has them."""
+    return FACTOR_BYTES if dtype in ROW_FACTORS and (factors or dtype in OWN_OPERATOR_ONLY) else 0
 
 
 def pair_bytes(dtype: KVDtype) -> int:
@@ -250,8 +256,8 @@ def largest_capacity(spec: ModelSpec, footprint: Footprint, request: PlanRequest
 
 def _step_bytes(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -> int:
     """What CAPACITY_STEP more tokens take where every layer has a slot for each."""
-    rows = slot_bytes(spec, request.dtype, request.native) - slot_bytes(spec, request.dtype, False)
     whole = replace(request, native=False)
+    rows = slot_bytes(spec, request.dtype, request.factors) - slot_bytes(spec, request.dtype, whole.factors)
     totals = [_total(spec, footprint, whole, MIN_CAPACITY + more) for more in (0, CAPACITY_STEP)]
     centres = pair_bytes(request.dtype) * request.centre_pairs
     return totals[1] - totals[0] + (rows * spec.num_layers + centres) * CAPACITY_STEP
@@ -269,7 +275,7 @@ def tokens_that_fit(spec: ModelSpec, footprint: Footprint, request: PlanRequest,
 def _plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int, budget_bytes: int | None) -> Plan:
     sinks = min(DEFAULT_SINKS, capacity // 4) if request.sinks is None else request.sinks
     kv = KVSpec(capacity, request.dtype, request.granularity, sinks, request.stride or 0)
-    factors = row_extra_bytes(kv.dtype, request.native) > 0
+    factors = row_extra_bytes(kv.dtype, request.factors) > 0
     return Plan(spec, kv, _lines(spec, footprint, request, kv), budget_bytes, factors)
 
 
@@ -283,7 +289,7 @@ def _total(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity
 def _cache_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> tuple[PlanLine, ...]:
     """The cache, and apart from it the layers that hold only a window."""
     slots = layer_slots(spec, kv, request)
-    size = slot_bytes(spec, kv.dtype, request.native)
+    size = slot_bytes(spec, kv.dtype, request.factors)
     lines = []
     for count in sorted(set(slots), reverse=True):
         whole, layers = count == kv.capacity, slots.count(count)
@@ -296,7 +302,7 @@ def _cache_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> tuple[Pla
 
 def _cache_formula(spec: ModelSpec, request: PlanRequest, rows: str, numbers: str) -> str:
     """How the size of so many rows of keys and of values comes about; numbers: `rows` with its letters filled in."""
-    dim, extra = spec.head_dim, row_extra_bytes(request.dtype, request.native)
+    dim, extra = spec.head_dim, row_extra_bytes(request.dtype, request.factors)
     k, v = BITS[request.dtype]
     if k != v:
         return f"{rows} (D + D/{k // v} + {2 * extra}) = {numbers} x {dim + dim * v // k + 2 * extra} of {k} bits"

@@ -1,5 +1,7 @@
 """Rows of codes as edgekv's own operator holds them (INT8, K8V4, INT4): the reference, in numpy, of native/kernels.inl.
 
+The torch engine holds INT8 keys, too, as values are held here: with a factor, and not mixed.
+
 A row has D codes and a factor f of its own, a scale per token and head: the least bfloat16 that keeps its codes within
 127. A row of small numbers is then as finely divided as one of large ones, and nothing is ever clipped, whatever was
 calibrated.
@@ -36,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kv.quant import LIMIT, Float32, quantize
-from edgekv.kv.spec import BITS, FACTOR_BYTES, ROW_FACTORS, KVDtype
+from edgekv.kv.spec import BITS, FACTOR_BYTES, ROW_FACTORS, KVDtype, RowFactors
 
 Rows = npt.NDArray[np.int8]
 
@@ -98,7 +100,7 @@ def _int4_rows(x: Float32) -> Rows:
 
 def _int4_numbers(rows: Rows) -> Float32:
     """What rows of 4 bits stand for, not mixed any more, but for scales."""
-    both, factors = rows[..., :-FACTOR_BYTES], _factors(rows)
+    both, factors = rows[..., :-FACTOR_BYTES], packed_factors(rows)
     halves = np.stack([both << 4, both], axis=-2) >> 4  # [..., T, 2, D / 2], arithmetic shifts keep the sign
     halves = np.moveaxis(halves.reshape(*halves.shape[:-1], -1, 8), -3, -2)  # [..., T, D / 16, 2, 8]
     numbers = mixed((halves.reshape(*both.shape[:-1], -1) + np.float32(0.5)) * factors)
@@ -109,8 +111,11 @@ Quantize = Callable[[Float32, Float32], Rows]
 Dequantize = Callable[[Rows, Float32], Float32]
 
 
-def own_rows(dtype: KVDtype, part: str) -> tuple[Quantize, Dequantize]:
-    """How edgekv's own operator makes rows of keys ("k") or values ("v"), and what they stand for; of ROW_FACTORS."""
+def own_rows(dtype: KVDtype, part: str, factors: RowFactors = "mixed") -> tuple[Quantize, Dequantize]:
+    """How rows of keys ("k") or values ("v") are made where they have factors, by default in edgekv's own operator, and
+    what they stand for; of ROW_FACTORS."""
+    if factors == "plain":
+        return quantize_values, dequantize_values
     if BITS[dtype]["kv".index(part)] == 4:
         if part == "k":
             return quantize_int4_keys, dequantize_int4_keys
@@ -172,6 +177,12 @@ def pack(codes: npt.NDArray[np.generic], factors: Float32) -> Rows:
     return np.concatenate([codes.astype(np.int8), upper.view(np.int8)], axis=-1)
 
 
+def packed_factors(rows: Rows) -> Float32:
+    """The factor of each row, [..., T, 1], out of what `pack` gives."""
+    upper = np.ascontiguousarray(rows[..., -FACTOR_BYTES:]).view("<u2").astype(np.uint32)
+    return (upper << 16).view(np.float32)
+
+
 def _rows(x: Float32) -> Rows:
     factors = row_factors(x)
     return pack(quantize(x, factors, "int8"), factors)
@@ -179,10 +190,4 @@ def _rows(x: Float32) -> Rows:
 
 def _numbers(rows: Rows) -> Float32:
     """Codes times the factor of their row."""
-    return np.asarray(rows[..., :-FACTOR_BYTES] * _factors(rows), np.float32)
-
-
-def _factors(rows: Rows) -> Float32:
-    """The factor of each row, [..., T, 1]."""
-    upper = np.ascontiguousarray(rows[..., -FACTOR_BYTES:]).view("<u2").astype(np.uint32)
-    return (upper << 16).view(np.float32)
+    return np.asarray(rows[..., :-FACTOR_BYTES] * packed_factors(rows), np.float32)

@@ -30,7 +30,11 @@ OWN_OPERATOR_ONLY: tuple[KVDtype, ...] = ("k8v4",)
 """What nothing but edgekv's own attention operator holds; FP8 is held by it and by the torch engine."""
 
 ROW_FACTORS: tuple[KVDtype, ...] = ("int8", "k8v4", "int4")
-"""Where edgekv's own operator stores a factor with each row (kv/rows.py)."""
+"""Where edgekv's own operator and the torch engine store a factor with each row (kv/rows.py)."""
+
+RowFactors = Literal["none", "plain", "mixed"]
+"""Whether rows have factors of their own: none in ONNX Runtime's operator, plain ones in the torch engine; in edgekv's
+own operator keys are mixed, too, and so are values of 4 bits."""
 
 MEAN_FREE: tuple[KVDtype, ...] = ("fp8", "int4")
 """Whose keys are held less the mean of every pair of channels, where the engine can put it back (kv/scales.py)."""

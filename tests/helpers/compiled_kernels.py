@@ -18,13 +18,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from edgekv.engines.torch.cache import LayerRows, Place, Turns
+from edgekv.engines.torch.cache import LayerRows, Part, Place, Turns
 from edgekv.engines.torch.kernels import fused
 from edgekv.model.spec import RopeSpec
 
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": torch.float16, "float": torch.float32}
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.bfloat16: "*bf16",
 }  # fmt: skip
 KERNELS = ("_store", "_attend", "_combine")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -48,7 +49,9 @@ def launches(size: int, group: int, count: int, dtype: str, centred: bool) -> li
     scale = torch.ones((kv_heads, size)) if dtype in ("int8", "fp8") else None
     centre = torch.ones((kv_heads, size)) if centred else None
     turns = Turns.of(RopeSpec(), size, capacity, torch.device("cpu")) if centred else None
-    rows = LayerRows(stored, stored, scale, scale, centre, turns, v_centre=centre)
+    factors = torch.ones((kv_heads, capacity), dtype=torch.bfloat16) if dtype == "int8" else None
+    part = Part(stored, scale, factors, centre)
+    rows = LayerRows(part, part, turns)
     found: list[Any] = []
     real = {name: getattr(fused, name) for name in KERNELS}
     for name, kernel in real.items():

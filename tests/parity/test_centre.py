@@ -164,7 +164,7 @@ def test_the_file_carries_it(engines: Any, tmp_path: Path) -> None:
 
 
 def test_the_torch_engine(model: ConvertedModel, engines: Any, open_torch: Open) -> None:
-    """It takes the centre out, too, through the same evictions. Its rows have no factors: they are further from exact
+    """It takes the centre out, too, through the same evictions. Its keys are not mixed: they are further from exact
     ones than the operator's, and a saved content of the one is none for the other."""
     reference, centred, _, scales = engines
     wanted, other = stream(reference, IDS), open_torch(model, centred.kv, scales)
@@ -175,8 +175,13 @@ def test_the_torch_engine(model: ConvertedModel, engines: Any, open_torch: Open)
     assert other.evicted == centred.evicted >= 160
     for first, second in zip(other.rows(0, 0, other.length), centred.rows(0, 0, centred.length), strict=True):
         assert np.median(np.abs(first - second)) < 0.01 * np.abs(second).max()
-    with pytest.raises(InvalidOption, match="this cache holds int8"):
-        other.load(centred.save())
+    for first, second, kind in ((centred, other, "uint8"), (other, centred, "int8")):
+        with pytest.raises(InvalidOption, match=f"this cache holds {kind}"):
+            second.load(first.save())
+    identities = {
+        CacheIdentity.of("m", "m", engine.kv, scales, row_factors=engine.row_factors) for engine in (other, centred)
+    }
+    assert len(identities) == 2
 
 
 def test_fp8_takes_the_whole_mean_out(model: ConvertedModel, engines: Any, open_torch: Open, open_onnx: Open) -> None:
@@ -262,11 +267,11 @@ def test_a_saved_content_says_whether_its_keys_are_whole(engines: Any, model: Co
     )
     assert mine.scales != other.scales
     assert (mine.granularity, other.granularity) == ("channel and row", "channel")
-    assert mine == CacheIdentity.of("m", "m", centred.kv, scales, row_factors=True)
-    less = CacheIdentity.of("m", "m", centred.kv, with_value_centre(scales), row_factors=True)
+    assert mine == CacheIdentity.of("m", "m", centred.kv, scales, row_factors="mixed")
+    less = CacheIdentity.of("m", "m", centred.kv, with_value_centre(scales), row_factors="mixed")
     twice = replace(scales, v_centre=scales.k_centre)
     swapped = replace(scales, k_centre=None, v_centre=scales.k_centre)
     digests = {mine.scales, less.scales} | {
-        CacheIdentity.of("m", "m", centred.kv, each, row_factors=True).scales for each in (twice, swapped)
+        CacheIdentity.of("m", "m", centred.kv, each, row_factors="mixed").scales for each in (twice, swapped)
     }
     assert len(digests) == 4

@@ -4,8 +4,7 @@ Errors are |difference| / |logits| of each position. Measured 2026-11-29 on x86-
 
     float cache, against onnx at level 1      at most 4e-6, through three wraps of the ring; bound 1e-3
     float cache, against the float64 model    at most 3e-6; bound 1e-4
-    INT8 cache, against onnx at level 1       at most 4e-3 (a code that rounds the other way); bound 2e-2; once tokens
-                                              have left, as far from a float cache
+    INT8 cache, Triton's kernels and twins    at most 4e-3 (a code that rounds the other way); bound 2e-2
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from edgekv.errors import (
     UnsupportedModel,
 )
 from edgekv.kv.quant import fake_quantize
+from edgekv.kv.rows import own_rows
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.kv.window import Move
 
@@ -125,50 +125,53 @@ def test_whole_turns_leave_as_in_the_reference(
     assert engine.evicted % 8, "no turn start fell into the zone, so the test shows nothing"
 
 
-def test_int8_cache_equals_the_onnx_engines(
+def test_int8_cache_is_nearer_to_floats_than_one_with_scales_alone(
     tiny_models: TinyModels, open_onnx: OpenOnnx, open_torch: OpenTorch
 ) -> None:
-    """Same codes as GroupQueryAttention's (the native operator's rows have factors), but for the few that round the
-    other way, and logits as close as those leave them. From the first eviction on that operator rounds pinned keys anew
-    where the ring keeps them: then both are as far from a float cache."""
+    """Than GroupQueryAttention's, through several evictions: 0.79 of its error, on the tokens that scales are from."""
     ids = random_ids(260)
     model = tiny_models.converted("qwen2")
     scales = measured_scales(model, "int8", "channel", ids)
     kv = KVSpec(64, "int8", sinks=4, stride=8)
     engines = [open_torch(model, kv, scales), open_onnx(model, kv, scales, attention="gqa")]
-    found, wanted = (run(engine, ids[:64]) for engine in engines)
-    assert relative_errors(found, wanted).max() < INT8_TOLERANCE
-    for a, b in zip(engines[0].save().values, engines[1].save().values, strict=True):
-        steps = np.abs(a.astype(int) - b.astype(int))
-        assert steps.max() <= 1
-        assert (steps > 0).mean() < 0.02
-    exact = run(open_torch(model, replace(kv, dtype="float")), ids)[64:]
-    ours, theirs = (relative_errors(run(engine, ids[64:]), exact).mean() for engine in engines)
-    assert ours < 1.2 * theirs
+    assert [engine.row_factors for engine in engines] == ["plain", "none"]
+    exact = run(open_torch(model, replace(kv, dtype="float")), ids)
+    ours, theirs = (relative_errors(run(engine, ids), exact) for engine in engines)
+    assert ours.max() < theirs.max()
+    assert ours.mean() < 0.9 * theirs.mean()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_stored_rows_are_the_reference_codes(tiny_models: TinyModels, open_torch: OpenTorch, dtype: KVDtype) -> None:
-    """What `rows` gives is kv/quant.py's rounding of what a float cache holds, in the first layer exactly."""
+    """What `rows` gives is the rounding of what a float cache holds, kv/rows.py's or kv/quant.py's, in the first layer
+    exactly; and INT8 rows are saved as there."""
     ids = random_ids(50)
     model = tiny_models.converted("llama")
     scales = measured_scales(model, dtype, "channel", ids)
     exact, coded = open_torch(model, KVSpec(64, "float")), open_torch(model, KVSpec(64, dtype), scales)
     for engine in (exact, coded):
         engine.forward(ids)
-    pairs = zip(exact.rows(0, 0, 50), coded.rows(0, 0, 50), (scales.k[0], scales.v[0]), strict=True)
-    for floats, found, scale in pairs:
-        assert relative_errors(found, fake_quantize(floats, scale[:, None], dtype)).max() < 1e-6
+    parts = zip("kv", exact.rows(0, 0, 50), coded.rows(0, 0, 50), (scales.k[0], scales.v[0]), strict=True)
+    for part, floats, found, scale in parts:
+        if dtype == "int8":
+            quantise, restore = own_rows(dtype, part, coded.row_factors)
+            wanted = restore(quantise(floats, scale[:, None]), scale[:, None])
+            saved = coded._cache.read(part, 0, 0, 50).view(np.int8)
+            assert relative_errors(restore(saved, scale[:, None]), wanted).max() < 1e-6
+        else:
+            wanted = fake_quantize(floats, scale[:, None], dtype)
+        assert relative_errors(found, wanted).max() < 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "fp16", "float"])
 def test_a_saved_state_goes_on_as_before(tiny_models: TinyModels, open_torch: OpenTorch, dtype: KVDtype) -> None:
-    """Saved after the ring has wrapped, loaded into another engine, bit for bit."""
+    """Saved after the ring has wrapped, loaded into another engine, bit for bit; and an empty one."""
     ids = random_ids(150)
     model = tiny_models.converted("llama")
     scales = measured_scales(model, dtype, "channel", ids) if dtype in ("int8", "fp8") else None
     kv = KVSpec(64, dtype, sinks=4, stride=8)
     first, second = open_torch(model, kv, scales), open_torch(model, kv, scales)
+    first.load(first.save())
     run(first, ids)
     second.load(first.save())
     assert (second.tokens, second.evicted) == (first.tokens, first.evicted)

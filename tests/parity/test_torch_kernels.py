@@ -21,10 +21,11 @@ import pytest
 import torch
 from helpers.reference import relative_errors
 
-from edgekv.engines.torch.cache import LayerRows, Place, Turns
+from edgekv.engines.torch.cache import LayerRows, Part, Place, Turns
 from edgekv.engines.torch.kernels import Kernels, twin
 from edgekv.kv.quant import LIMIT, quantize
-from edgekv.kv.spec import TURN_STEP, KVDtype
+from edgekv.kv.rows import row_factors
+from edgekv.kv.spec import ROW_FACTORS, TURN_STEP, KVDtype
 from edgekv.model.spec import RopeSpec
 
 STORED: dict[KVDtype, torch.dtype] = {
@@ -50,6 +51,7 @@ class Case:
     k_step: float = 0.02
     v_step: float = 0.02
     kv_heads: int = 2
+    unlike: float = 0.5  # rows: standard deviation of the logarithm of their sizes
     centre: float = 0.0  # how large a constant the keys are stored without
     v_centre: float = 0.0  # the same of values, beside what is left
     attention_factor: float = 1.0  # of the RoPE: it lengthens turned centres, the rest has it in queries and keys
@@ -64,12 +66,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Arrays:
-    """What a case runs on: queries [H, T, D], new rows [K, T, D], codes of older rows [K, past, D], steps [K, D]."""
+    """What a case runs on: queries [H, T, D], rows [K, n, D] as codes and factors [K, n, 1], the newest as they are
+    given, too, [K, T, D], and steps [K, D]."""
 
     queries: Any
     pinned_queries: Any
     new: dict[str, Any]
-    old: dict[str, Any]
+    codes: dict[str, Any]
+    factors: dict[str, Any]
     steps: dict[str, Any]
     centre: Any  # [K, D]
     v_centre: Any  # [K, D]
@@ -90,11 +94,15 @@ def arrays(case: Case) -> Arrays:
                  "v": case.v_step * scale * np.exp(normal(case.kv_heads, case.size) / 2)}  # fmt: skip
     spread = {part: 40 * step[:, None] if case.dtype in LIMIT else step[:, None] for part, step in steps.items()}
     rows = {part: normal(case.kv_heads, case.length, case.size) * spread[part] for part in "kv"}
+    for part in "kv" if case.dtype in LIMIT else "":
+        rows[part] *= np.exp(case.unlike * normal(case.kv_heads, case.length, 1))
+    coded = {part: codes(case, rows[part], steps[part]) for part in "kv"}
     return Arrays(
         normal(heads, case.count, case.size),
         normal(heads, case.count, case.size),
         {part: rows[part][:, past:] for part in "kv"},
-        {part: codes(case, rows[part][:, :past], steps[part]) for part in "kv"},
+        {part: coded[part][0] for part in "kv"},
+        {part: coded[part][1] for part in "kv"},
         steps,
         case.centre * normal(case.kv_heads, case.size),
         case.v_centre * spread["v"][:, 0] * normal(case.kv_heads, case.size),
@@ -110,18 +118,21 @@ def turned(case: Case, given: Arrays) -> Any:
     return case.attention_factor * np.concatenate(parts, axis=-1)
 
 
-def codes(case: Case, rows: Any, step: Any) -> Any:
+def codes(case: Case, rows: Any, step: Any) -> tuple[Any, Any]:
+    """Rows [K, n, D] as codes, and factors [K, n, 1]."""
+    factors = np.ones_like(rows[..., :1])
+    if case.dtype in ROW_FACTORS:
+        rows, step = rows / step[:, None], factors[:, 0]
+        factors = row_factors(rows)
+        rows = rows / factors
     if case.dtype in LIMIT:
-        return quantize(rows, step[:, None], case.dtype)
-    return rows.astype(np.float16).astype(np.float32) if case.dtype == "fp16" else rows
+        return quantize(rows, step[:, None], case.dtype), factors
+    return rows.astype(np.float16).astype(np.float32) if case.dtype == "fp16" else rows, factors
 
 
 def wanted(case: Case, given: Arrays) -> Any:
     """Attention over the rows in order of their places, in float64."""
-    whole = {}
-    for part in "kv":
-        new = codes(case, given.new[part], given.steps[part])
-        whole[part] = np.concatenate([given.old[part], new], 1) * given.steps[part][:, None].astype(np.float64)
+    whole = {part: given.codes[part] * given.factors[part] * np.float64(given.steps[part][:, None]) for part in "kv"}
     keys, values = (np.repeat(whole[part], case.group, 0) for part in "kv")  # [H, n, D]
     scores = given.queries.astype(np.float64) @ keys.swapaxes(1, 2)
     if case.evicted:
@@ -147,18 +158,21 @@ def added(case: Case, given: Arrays) -> Any:
 def run(kernels: Kernels, case: Case, given: Arrays) -> tuple[torch.Tensor, LayerRows]:
     """The rows that were there are written as they are; the kernels store the others."""
     shape, past = (case.kv_heads, case.capacity, case.size), case.length - case.count
-    stored = {part: torch.zeros(shape, dtype=STORED[case.dtype]) for part in "kv"}
-    for place in range(past):
-        for part in "kv":
-            stored[part][:, case.slot(place)] = torch.from_numpy(given.old[part][:, place]).to(STORED[case.dtype])
-    scales = [torch.from_numpy(given.steps[part]) if case.dtype in LIMIT else None for part in "kv"]
-    rows = LayerRows(stored["k"], stored["v"], *scales)
+    parts = {}
+    for part in "kv":
+        stored, factors = torch.zeros(shape, dtype=STORED[case.dtype]), torch.zeros(shape[:-1], dtype=torch.bfloat16)
+        for place in range(past):
+            stored[:, case.slot(place)] = torch.from_numpy(given.codes[part][:, place]).to(STORED[case.dtype])
+            factors[:, case.slot(place)] = torch.from_numpy(given.factors[part][:, place, 0]).bfloat16()
+        scale = torch.from_numpy(given.steps[part]) if case.dtype in LIMIT else None
+        parts[part] = Part(stored, scale, factors if case.dtype in ROW_FACTORS else None)
+    rows = LayerRows(parts["k"], parts["v"])
     if case.centre:
         rope = RopeSpec(attention_factor=case.attention_factor)
         turns = Turns.of(rope, case.size, case.capacity, torch.device("cpu"))
-        rows = replace(rows, k_centre=torch.from_numpy(given.centre), turns=turns)
+        rows = replace(rows, keys=replace(rows.keys, centre=torch.from_numpy(given.centre)), turns=turns)
     if case.v_centre:
-        rows = replace(rows, v_centre=torch.from_numpy(given.v_centre))
+        rows = replace(rows, values=replace(rows.values, centre=torch.from_numpy(given.v_centre)))
     place = Place(case.capacity, torch.zeros(4, dtype=torch.int32), evicted=case.evicted, pinned=case.pinned)
     place.set(past)
     kernels.store(*(torch.from_numpy(given.new[part]) for part in "kv"), rows, place)
@@ -173,10 +187,11 @@ def check(kernels: Kernels, case: Case, bound: float) -> None:
     assert torch.isfinite(found).all()
     left = [x - added(case, given) for x in (found.numpy(), wanted(case, given))]  # a large centre excuses nothing
     assert relative_errors(*left).max() < bound
-    for part, stored in (("k", rows.keys), ("v", rows.values)):
-        slots = [case.slot(place) for place in range(case.length)]
-        whole = np.concatenate([given.old[part], codes(case, given.new[part], given.steps[part])], 1)
-        assert np.array_equal(stored.float().numpy()[:, slots], whole)
+    slots = [case.slot(place) for place in range(case.length)]
+    for part, held in (("k", rows.keys), ("v", rows.values)):
+        assert np.array_equal(held.stored.float().numpy()[:, slots], given.codes[part])
+        if held.factors is not None:
+            assert np.array_equal(held.factors.float().numpy()[:, slots], given.factors[part][..., 0])
 
 
 BASE = Case()
@@ -211,7 +226,12 @@ VALUES_CENTRED = [
     replace(case, v_centre=5.0)
     for case in (BASE, SHAPES[5], PROMPTS[2], WRAPPED[3], WINDOWS[7], CAPPED[1], *DTYPES[:2])
 ]
-CASES = [*SHAPES, *LENGTHS, *PROMPTS, *WRAPPED, *WINDOWS, *CAPPED, *DTYPES, *CENTRED, *VALUES_CENTRED]
+UNLIKE = [
+    replace(case, unlike=unlike, k_step=k_step)
+    for case in (BASE, SHAPES[5], PROMPTS[2], WRAPPED[3])
+    for unlike, k_step in ((0.0, 0.02), (3.0, 2e-5))  # factors of a ten thousandth to ten thousand times one another
+]
+CASES = [*SHAPES, *LENGTHS, *PROMPTS, *WRAPPED, *WINDOWS, *CAPPED, *DTYPES, *CENTRED, *VALUES_CENTRED, *UNLIKE]
 EXTREME = [replace(BASE, k_step=k, v_step=v, dtype=dtype, length=90) for k, v, dtype in (
     (1e-6, 1e3, "int8"), (1e3, 1e-6, "int8"), (1e3, 1e3, "fp8"), (1e-6, 1e-6, "fp8"),
 )]  # fmt: skip
@@ -281,9 +301,10 @@ def test_fp8_is_taken_apart_exactly(fused: Any) -> None:
     values = torch.cat([numbers, between, torch.tensor([1e4, -1e4])])
     values = torch.nn.functional.pad(values, (0, -len(values) % 64)).view(1, -1, 64)
     case = Case(dtype="fp8", kv_heads=1, length=values.shape[1], count=values.shape[1])
-    rows = LayerRows(*(torch.zeros((1, 320, 64), dtype=torch.float8_e4m3fn) for _ in "kv"), *[torch.ones(1, 64)] * 2)
+    stored = [torch.zeros((1, 320, 64), dtype=torch.float8_e4m3fn) for _ in "kv"]
+    rows = LayerRows(*(Part(one, torch.ones(1, 64)) for one in stored))
     place = Place(320, torch.zeros(4, dtype=torch.int32))
     place.set(0)
     triton_kernels(fused, case).store(values, values, rows, place)
     wanted_codes = values.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    assert torch.equal(rows.keys.float()[:, : case.length], wanted_codes)
+    assert torch.equal(rows.keys.stored.float()[:, : case.length], wanted_codes)

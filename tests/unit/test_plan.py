@@ -380,9 +380,8 @@ def test_value_centres_take_what_the_plan_says(engine: str) -> None:
         inputs = RingInputs(io, OnnxRingCache(SMALL, kv), SMALL, kv, scales, 128)
         assert planned == sum(array.nbytes for array in inputs._centres)
     else:
-        held = RingCache(SMALL, kv, scales, torch.device("cpu"))._v_centres
-        assert held is not None
-        assert planned == held.nbytes
+        held = RingCache(SMALL, kv, scales, torch.device("cpu"))._centres["v"]
+        assert planned == sum(tensor.nbytes for tensor in held.values())
     assert plan.total_bytes - without.total_bytes == planned
     whole = plan_of(SMALL, dtype="fp8", context=kv.capacity, value_centres=True)
     assert whole == plan_of(SMALL, dtype="fp8", context=kv.capacity)
@@ -400,11 +399,21 @@ def test_key_centres_take_what_the_plan_says(engine: str) -> None:
     else:
         cache = RingCache(SMALL, kv, scales, torch.device("cpu"))
         assert cache._turns is not None
-        tensors = [cache._turns.starts, cache._turns.within, *cache._centres.values()]
+        tensors = [cache._turns.starts, cache._turns.within, *cache._centres["k"].values()]
         assert planned == sum(tensor.nbytes for tensor in tensors)
     assert plan.total_bytes - plan_of(SMALL, context=kv.capacity, **{engine: True}).total_bytes == planned
     whole = plan_of(SMALL, context=kv.capacity, centre_pairs=3)
     assert whole == plan_of(SMALL, context=kv.capacity)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "float"])
+def test_the_torch_cache_takes_what_the_plan_says(dtype: Any) -> None:
+    """Rows and their factors, byte by byte."""
+    kv, ones = KVSpec(320, dtype), np.ones((SMALL.num_layers, SMALL.num_kv_heads, SMALL.head_dim), np.float32)
+    scales = KVScales(ones, ones, dtype, "channel", "", Provenance("envelope", 1.1, 0, ""))
+    cache = RingCache(SMALL, kv, scales, torch.device("cpu"))
+    held = sum(tensor.nbytes for tensor in (*cache._parts.values(), *cache._factors.values()))
+    assert plan_of(SMALL, dtype=dtype, context=kv.capacity, torch=True).cache_bytes == held
 
 
 def test_centres_are_planned_from_the_scales_or_from_what_they_may_become(tmp_path: Path) -> None:
@@ -425,10 +434,11 @@ def test_centres_are_planned_from_the_scales_or_from_what_they_may_become(tmp_pa
     [
         ({"native": True}, "int8 with scales per channel and a factor per row"),
         ({"granularity": "head"}, "int8 with scales per head"),
+        ({"torch": True}, "int8 with scales per channel and a factor per row"),
         ({"dtype": "fp8", "torch": True}, "fp8 with scales per channel"),
         ({"dtype": "float", "native": True}, "float"),
     ],
 )
 def test_the_plan_says_how_numbers_are_held(request_: dict[str, Any], words: str) -> None:
-    """INT8 rows of edgekv's own operator have factors of their own, floats have no scales."""
+    """INT8 rows of edgekv's own operator and of the torch engine have factors of their own, floats have no scales."""
     assert plan_of(SMALL, context=256, **request_).numbers == words

@@ -83,7 +83,7 @@ class OnnxEngine(CachedEngine):
         if self._scales is None:
             return k.astype(np.float32), v.astype(np.float32)
         k_scales, v_scales = self._scales.k[layer][:, None], self._scales.v[layer][:, None]
-        if self.row_factors:
+        if self.row_factors == "mixed":
             keys, values = (own_rows(self._kv.dtype, part)[1] for part in "kv")
             return keys(k, k_scales), values(v, v_scales)
         numbers = [_NUMBERS[self._kv.dtype](rows).astype(np.float32) for rows in (k, v)]

@@ -96,7 +96,7 @@ class RingCache(RingLayout):
         self._dtype = ring_dtype(kv.dtype)
         self._heads = spec.num_kv_heads
         self._row = {part: row_items(spec.head_dim, kv.dtype, part) for part in "kv"}
-        self.row_factors = kv.dtype in ROW_FACTORS
+        self.row_factors = "mixed" if kv.dtype in ROW_FACTORS else "none"
         self.layers = _layers(spec, kv.dtype, self._slots)
         self.written = 0  # tokens, from the very first, up to where slots have been overwritten
         self._missing = 0  # tokens, from the very first, that no ring of a layer's own holds, whatever room it has

@@ -114,7 +114,7 @@ class LayerAttention:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """Store the new rows and attend: query [H, T, D], key and value [K, T, D] -> [H, T, D]."""
-        kept, values = _less(key, self._rows.k_centre), _less(value, self._rows.v_centre)
+        kept, values = _less(key, self._rows.keys.centre), _less(value, self._rows.values.centre)
         self._kernels.store(self._angles.rotate(kept, self._rope), values, self._rows, self._place)
         queries = self._angles.rotate(query, self._rope)
         pinned = self._angles.rotate(query, self._rope, pinned=True)

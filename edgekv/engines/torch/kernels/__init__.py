@@ -28,7 +28,7 @@ class Kernels(Protocol):
     captured: bool
 
     def store(self, keys: Tensor, values: Tensor, rows: LayerRows, place: Place) -> None:
-        """Quantise new rows and write them behind the filled ones.
+        """Quantise new rows and write them, and the factors of those that have some, behind the filled ones.
 
         Args:
             keys (rotated), values: [K, T, D] of any float type, less their centres.

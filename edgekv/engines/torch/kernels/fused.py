@@ -12,8 +12,12 @@ values' centre is added. A query times such scales overflows float16 easily (K c
 onnxruntime PR 32515), so each row of queries is divided by a power of two, which is exact, and its scores are
 multiplied by it again in float32.
 
+Factors of rows (kv/rows.py) multiply scores, and the weights w of the softmax before these meet codes of values. Such
+products w f may be too small for float16, or too large: f is anything from 2**-64 to 2**64. So log f is added to the
+score, which makes w f what the exponential gives, at most 1 in each row of queries, and the sum of w that of w f / f.
+
 What keys lack without their centre is a second product, of queries times the centre (twin.py's _against_centre) with
-angles of places. A table of all places would be 4 D bytes a place, twice an INT8 cache's rows. Instead the factors are
+angles of places. A table of all places would be 4 D bytes a place, twice an INT8 cache's rows. Instead that product is
 turned to the first place of a tile (one row of `Turns.starts`) and meet the same table of offsets in every tile.
 Bytes that a program reads for its share of n places at D = 128, and, compiled for compute capability 8.6, the shared
 memory and what each thread spills (decoding with 8 query heads a KV head; reading 128 tokens with 4):
@@ -22,16 +26,17 @@ memory and what each thread spills (decoding with 8 query heads a KV head; readi
     table of all places        2 n D    4 n D              96 KiB    384 KiB   70 KiB, 0 B   92 KiB, 24 B
     turned to a tile's start   2 n D    n D / 16 + 256 D   65 KiB    164 KiB   57 KiB, 0 B   65 KiB, 0 B
 
-(heads of 256 spilled 64 bytes, and spill none now). Constants may be a hundred times what is left of a key, so the
-product must be as exact as float32: both sides are split into two float16, and three of the four products are taken.
-At D = 128 they miss the largest score by 4e-7 of it, as do float32 and tf32x3. With tf32x3 the table, which is split
-before the loop, took 105 KiB of shared memory.
+(heads of 256 spilled 64 bytes, then none; with the factors of rows, which came later, reading spills 8 bytes, and 16 in
+heads of 256). Constants may be a hundred times what is left of a key, so the product must be as exact as float32: both
+sides are split into two float16, and three of the four products are taken. At D = 128 they miss the largest score by
+4e-7 of it, as do float32 and tf32x3. With tf32x3 the table, which is split before the loop, took 105 KiB of shared
+memory.
 
 FP8 is taken apart in integers, so that it works on devices whose hardware does not know it: the bits of an E4M3 number
 moved into a float16 make that number times 2**-8, subnormals included.
 
 The three integers that change from token to token (past, evicted, pinned) are read from the device, so a captured
-decode step serves any of them. What a layer does not have (scales, centres) is None, and compiled away.
+decode step serves any of them. What a layer does not have (scales, factors, centres) is None, and compiled away.
 """
 
 from __future__ import annotations
@@ -45,12 +50,14 @@ import triton.language as tl
 from torch import Tensor
 
 from edgekv.engines.torch.cache import LayerRows, Place
+from edgekv.kv.rows import LARGEST_FACTOR, LEAST_FACTOR
 from edgekv.kv.spec import TURN_REACH, TURN_STEP
 
 _MIN_ROWS = 16  # the least that a matrix unit multiplies
 _MAX_SPLITS = 64
 _LEAST_SHARE = 128  # places of a split
 _PROGRAMS = 256  # that decoding aims at: a few for each multiprocessor
+_LEAST_FACTOR, _LARGEST_FACTOR = tl.constexpr(float(LEAST_FACTOR)), tl.constexpr(float(LARGEST_FACTOR))
 
 
 @dataclass(frozen=True)
@@ -94,11 +101,12 @@ class TritonKernels:
         """See Kernels.store."""
         heads, count, size = keys.shape
         block = min(16, triton.next_power_of_2(count))
-        for new, stored, scale in ((keys, rows.keys, rows.k_scale), (values, rows.values, rows.v_scale)):
+        for new, part in ((keys, rows.keys), (values, rows.values)):
             _store[(heads, triton.cdiv(count, block))](
                 new.contiguous(),
-                _plain(stored),
-                scale,
+                _plain(part.stored),
+                part.scale,
+                part.factors,
                 place.state,
                 count,
                 SIZE=size,
@@ -119,10 +127,10 @@ class TritonKernels:
     ) -> Tensor:
         """See Kernels.attend."""
         heads, count, size = queries.shape
-        kv_heads = len(rows.keys)
+        kv_heads = len(rows.keys.stored)
         group = heads // kv_heads
         splits = self._splits if count == 1 else 1
-        wide = rows.keys.dtype == torch.float32 or rows.k_centre is not None
+        wide = rows.keys.stored.dtype == torch.float32 or rows.keys.centre is not None
         tile = Tile.of(size, group * count, wide=wide)
         out = torch.empty((heads, count, size), device=queries.device)
         common: dict[str, Any] = {
@@ -132,14 +140,16 @@ class TritonKernels:
         _attend[grid](
             queries.contiguous(),
             pinned_queries.contiguous(),
-            rows.k_centre,
+            rows.keys.centre,
             None if rows.turns is None else rows.turns.starts,
             None if rows.turns is None else rows.turns.within,
-            _plain(rows.keys),
-            _plain(rows.values),
-            rows.k_scale,
-            rows.v_scale,
-            rows.v_centre,
+            _plain(rows.keys.stored),
+            _plain(rows.values.stored),
+            rows.keys.scale,
+            rows.values.scale,
+            rows.keys.factors,
+            rows.values.factors,
+            rows.values.centre,
             place.state,
             self._parts if splits > 1 else out,
             self._tops,
@@ -155,7 +165,7 @@ class TritonKernels:
             **common,
         )
         if splits > 1:
-            _combine[(heads,)](self._parts, self._tops, rows.v_scale, rows.v_centre, out, **common)
+            _combine[(heads,)](self._parts, self._tops, rows.values.scale, rows.values.centre, out, **common)
         return out
 
 
@@ -198,7 +208,7 @@ def _decode_fp8(code):
 
 @triton.jit
 def _store(
-    new, stored, scale, state, count,
+    new, stored, scale, factors, state, count,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -211,6 +221,14 @@ def _store(
     if scale is not None:
         step = tl.load(scale + head * SIZE + channel, mask=channel < SIZE, other=1.0)
         x = tl.div_rn(x, tl.broadcast_to(step[None], (BLOCK, WIDTH)))
+    if factors is not None:  # kv/rows.py: the least of 16 bits that keeps codes within 127
+        largest = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
+        least = tl.div_rn(largest, tl.full((BLOCK,), 127.0, tl.float32))
+        least = tl.minimum(tl.maximum(least, _LEAST_FACTOR), _LARGEST_FACTOR)
+        bits = (least.to(tl.int32, bitcast=True) + 0xFFFF) & 0x7FFF0000
+        factor = bits.to(tl.float32, bitcast=True)
+        tl.store(factors + head * capacity + slot, factor.to(tl.bfloat16), mask=token < count)
+        x = tl.div_rn(x, tl.broadcast_to(factor[:, None], (BLOCK, WIDTH)))
     target = stored + (head * capacity + slot[:, None]) * SIZE + channel[None]
     if stored.dtype.element_ty == tl.int8:
         tl.store(target, _round(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8), mask=there)
@@ -295,8 +313,8 @@ def _angles(table, places, pair, SIZE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    queries, pinned_queries, k_centre, starts, within, keys, values, k_scale, v_scale, v_centre, state, out, tops,
-    count, scaling,
+    queries, pinned_queries, k_centre, starts, within, keys, values, k_scale, v_scale, k_factors, v_factors, v_centre,
+    state, out, tops, count, scaling,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     PLACES: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -348,6 +366,8 @@ def _attend(
             inside = (place >= low) & (place < end)
             k = _tile(keys, base[None] + channel[:, None], inside[None] & (channel[:, None] < SIZE))
             scores = tl.dot(q, k, input_precision="ieee") * power
+            if k_factors is not None:
+                scores *= tl.load(k_factors + head * capacity + slot, mask=inside, other=0.0).to(tl.float32)[None]
             if k_centre is not None:  # as exact as float32: constants may be a hundred times what is left of a key
                 cos, sin = _angles(starts, begin // TURN, pair[None], SIZE)
                 scores += unit * _exact_dot(by_cos * cos + by_sin * sin, cos_high, cos_low)
@@ -358,10 +378,13 @@ def _attend(
             if WINDOW > 0:
                 seen = seen & (own[:, None] - place[None] < WINDOW)
             scores = tl.where(seen, scores, -1e30)
+            if v_factors is not None:
+                factor = tl.load(v_factors + head * capacity + slot, mask=inside, other=1.0).to(tl.float32)[None]
+                scores += tl.log(factor)
             higher = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
             fade = tl.exp(top - higher)
-            total = total * fade + tl.sum(weights, axis=1)
+            total = total * fade + tl.sum(weights if v_factors is None else weights * (1 / factor), axis=1)
             v = _tile(values, base[:, None] + channel[None], inside[:, None] & (channel[None] < SIZE))
             weights = weights.to(tl.float16) if HALF else weights
             mixed = mixed * fade[:, None] + tl.dot(weights, v, input_precision="ieee")
