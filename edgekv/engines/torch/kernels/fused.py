@@ -26,8 +26,8 @@ memory and what each thread spills (decoding with 8 query heads a KV head; readi
     table of all places        2 n D    4 n D              96 KiB    384 KiB   70 KiB, 0 B   92 KiB, 24 B
     turned to a tile's start   2 n D    n D / 16 + 256 D   65 KiB    164 KiB   57 KiB, 0 B   65 KiB, 0 B
 
-(heads of 256 spilled 64 bytes, then none; with the factors of rows, which came later, reading spills 8 bytes, and 16 in
-heads of 256). Constants may be a hundred times what is left of a key, so the product must be as exact as float32: both
+(heads of 256 spilled 64 bytes, then none; with the factors of rows, which came later, reading spills 8 bytes, heads of
+256 up to 24). Constants may be a hundred times what is left of a key, so the product must be as exact as float32: both
 sides are split into two float16, and three of the four products are taken. At D = 128 they miss the largest score by
 4e-7 of it, as do float32 and tf32x3. With tf32x3 the table, which is split before the loop, took 105 KiB of shared
 memory.
