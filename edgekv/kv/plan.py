@@ -11,14 +11,14 @@
     RoPE tables      N x 2 x 4 C D/2 + 24 C D/2      where rows move: N pairs of tables, the angles they are made from
     RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
     weights          what the file holds; the runtime keeps one packed copy and drops the file's pages. Edgekv's own
-                     product keeps them in the bits that they have, 5 and 6 among them
-    embedding        a tied embedding is read by row and used as the head, which packs a second copy (of both digits
-                     where it has two)
+                     matmul keeps them in the bits that they have, 5 and 6 among them
+    embedding        a tied embedding is read by row and used as the head, which packs a second copy (of both
+                     matrices where it is held as a sum of two)
     unpacked codes   those of bitsandbytes, which MatMulBnb4 unpacks one matrix at a time
     workspace        4 T (8 E + 3 F + qkv)           activations of one prefill chunk of T tokens
     logits           4 V
     runtime          Python, ONNX Runtime and the session, measured
-    server, schemas  only for `edgekv serve`: its packages, and 1.2 KiB a token of the vocabulary for answers that must
+    server, schemas  only for `edgekv serve`: its packages, and 1.14 KiB a token of the vocabulary for answers that must
                      follow a schema
 
 Predicted and measured peak agree within 5 % (tests/parity/test_memory.py). The file works from a config alone and
@@ -37,6 +37,7 @@ from edgekv.kv.spec import (
     FLOATS,
     MIN_CAPACITY,
     OWN_OPERATOR_ONLY,
+    PREFILL_CHUNK,
     ROW_FACTORS,
     TURN_REACH,
     TURN_STEP,
@@ -57,7 +58,7 @@ has been looked up: the peak of the default model less the plan's other lines, o
 157 MiB. The figure lies between, within 5 % of a whole process on each."""
 
 PACKED_RUNTIME_BYTES = 125 * MIB
-"""The same where edgekv's own product takes the place of MatMulNBits (engines/onnx/packed.py), the weights
+"""The same where edgekv's own matmul takes the place of MatMulNBits (engines/onnx/packed.py), the weights
 counted as that packs them. Measured 2026-11-30 with AVX-512 on the default model at 2048 slots: 124 MiB after prose,
 127 MiB after ids from the whole vocabulary (float cache 126)."""
 
@@ -122,7 +123,7 @@ class PlanRequest:
     context: int | None = None
     sinks: int | None = None
     stride: int | None = None
-    chunk: int = 128  # tokens of one prefill run
+    chunk: int = PREFILL_CHUNK  # tokens of one prefill run
     native: bool = False  # for edgekv's own operator: a ring (engines/onnx/ring.py)
     runtime_bytes: int = RUNTIME_BYTES
     torch: bool = False  # planned for the torch engine
@@ -273,7 +274,7 @@ def tokens_that_fit(spec: ModelSpec, footprint: Footprint, request: PlanRequest,
 
 
 def _plan(spec: ModelSpec, footprint: Footprint, request: PlanRequest, capacity: int, budget_bytes: int | None) -> Plan:
-    sinks = min(DEFAULT_SINKS, capacity // 4) if request.sinks is None else request.sinks
+    sinks = DEFAULT_SINKS if request.sinks is None else request.sinks
     kv = KVSpec(capacity, request.dtype, request.granularity, sinks, request.stride or 0)
     factors = row_extra_bytes(kv.dtype, request.factors) > 0
     return Plan(spec, kv, _lines(spec, footprint, request, kv), budget_bytes, factors)
@@ -306,6 +307,7 @@ def _cache_formula(spec: ModelSpec, request: PlanRequest, rows: str, numbers: st
     k, v = BITS[request.dtype]
     if k != v:
         return f"{rows} (D + D/{k // v} + {2 * extra}) = {numbers} x {dim + dim * v // k + 2 * extra} of {k} bits"
+    extra = extra * 8 // k  # in numbers of so many bits
     row, items = (f"(D + {extra})", dim + extra) if extra else ("D", dim)
     return f"2 {rows} {row} = 2 x {numbers} x {items} of {k} bits"
 
@@ -315,12 +317,18 @@ def _lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest, kv: KVSp
         *_weight_lines(spec, footprint, request),
         *_cache_lines(spec, request, kv),
         *_torch_lines(spec, request, kv),
-        PlanLine("cache scales", 8 * spec.num_layers * spec.num_kv_heads * spec.head_dim, "2 L K D x 4 bytes"),
+        *_scale_lines(spec, kv),
         *_centre_lines(spec, request, kv),
         _rope_line(spec, request, kv),
         *_run_lines(spec, request),
     )
     return tuple(line for line in (*lines, *_server_lines(spec, request)) if line.size_bytes)
+
+
+def _scale_lines(spec: ModelSpec, kv: KVSpec) -> list[PlanLine]:
+    if kv.dtype in FLOATS:
+        return []
+    return [PlanLine("cache scales", 8 * spec.num_layers * spec.num_kv_heads * spec.head_dim, "2 L K D x 4 bytes")]
 
 
 def _server_lines(spec: ModelSpec, request: PlanRequest) -> list[PlanLine]:

@@ -24,31 +24,35 @@ BITS: dict[KVDtype, tuple[int, int]] = {
     "fp16": (16, 16),
     "float": (32, 32),
 }
-"""Of a number in keys, and of one in values."""
+"""Bits of a stored number, in keys and in values."""
 
 OWN_OPERATOR_ONLY: tuple[KVDtype, ...] = ("k8v4",)
-"""What nothing but edgekv's own attention operator holds; FP8 is held by it and by the torch engine."""
+"""Dtypes that nothing but edgekv's own attention operator holds; FP8 is held by it and by the torch engine."""
 
 ROW_FACTORS: tuple[KVDtype, ...] = ("int8", "k8v4", "int4")
-"""Where edgekv's own operator and the torch engine store a factor with each row (kv/rows.py)."""
+"""Dtypes of which edgekv's own operator and the torch engine store a factor with each row (kv/rows.py)."""
 
 RowFactors = Literal["none", "plain", "mixed"]
 """Whether rows have factors of their own: none in ONNX Runtime's operator, plain ones in the torch engine; in edgekv's
 own operator keys are mixed, too, and so are values of 4 bits."""
 
 MEAN_FREE: tuple[KVDtype, ...] = ("fp8", "int4")
-"""Whose keys are held less the mean of every pair of channels, where the engine can put it back (kv/scales.py)."""
+"""Dtypes whose keys are held less the mean of each pair of channels where the engine can put it back (kv/scales.py)."""
 
 FLOATS: tuple[KVDtype, ...] = ("fp16", "float")
-"""Those that need no scales."""
+"""Dtypes that need no scales; "float" is float32."""
 
 FACTOR_BYTES = 2
-"""Of such a factor."""
+"""Size of a row's factor, a bfloat16."""
 
 MIN_CAPACITY = 64
 """Below this no chat template plus an answer fits, so it is refused rather than tried."""
 
 DEFAULT_SINKS = 4
+
+PREFILL_CHUNK = 128
+"""Tokens of one prefill run: larger ones are no faster with an INT8 cache and need more scratch memory. Plans, and
+rings of layers with a window, are made for it."""
 
 TURN_STEP, TURN_REACH = 32, 64
 """The torch engine's tables of angles (its cache.py): places from one start to the next, and places behind a start that

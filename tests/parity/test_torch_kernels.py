@@ -308,3 +308,13 @@ def test_fp8_is_taken_apart_exactly(fused: Any) -> None:
     triton_kernels(fused, case).store(values, values, rows, place)
     wanted_codes = values.clamp(-448, 448).to(torch.float8_e4m3fn).float()
     assert torch.equal(rows.keys.stored.float()[:, : case.length], wanted_codes)
+
+
+@pytest.mark.parametrize("evicted", [0, 1, 316, 317, 632, 2**31 + 5, 10**12])
+def test_what_kernels_are_told_of_evictions(evicted: int) -> None:
+    """Whether there were any, and a number of 32 bits that leaves the same rest by the window's 316 slots."""
+    place = Place(320, torch.zeros(4, dtype=torch.int32), evicted=evicted, pinned=4)
+    place.set(100)
+    past, told, pinned, capacity = place.state.tolist()
+    assert (past, pinned, capacity) == (100, 4, 320)
+    assert (told > 0, told % 316) == (evicted > 0, evicted % 316)

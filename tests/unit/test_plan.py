@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from edgekv.engines.torch.cache import RingCache
 from edgekv.errors import InvalidOption, MemoryBudgetError, UnsupportedModel
 from edgekv.kv.plan import Footprint, Plan, PlanRequest, cache_bytes, largest_capacity, make_plan
 from edgekv.kv.scales import KVScales, Provenance, write_scales
-from edgekv.kv.spec import BITS, KV_DTYPES, MIN_CAPACITY, KVSpec
+from edgekv.kv.spec import BITS, FLOATS, KV_DTYPES, MIN_CAPACITY, KVDtype, KVSpec
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import AttentionSpec, ModelSpec
 from edgekv.options import LoadOptions, plan_request
@@ -73,10 +74,11 @@ def test_qwen3_geometry() -> None:
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_the_total_follows_the_dtype(dtype: Any) -> None:
-    """case C15: between two types nothing but the cache's own line differs."""
+    """case C15: between two types nothing but the cache's own line differs, and scales, which floats have none of."""
     plan, reference = plan_of(QWEN3, dtype=dtype, context=2048), plan_of(QWEN3, dtype="float", context=2048)
     factors = 4 if dtype == "k8v4" else 0  # bytes of two rows; without edgekv's own operator the others have none
-    expected = 28 * 8 * 2048 * (128 * (64 - sum(BITS[dtype])) // 8 - factors)
+    scales = 0 if dtype in FLOATS else 8 * 28 * 8 * 128
+    expected = 28 * 8 * 2048 * (128 * (64 - sum(BITS[dtype])) // 8 - factors) - scales
     assert reference.total_bytes - plan.total_bytes == expected
 
 
@@ -90,6 +92,24 @@ def test_int4_in_the_own_operator() -> None:
     assert sizes["int4"]["cache (int4)"] == 28 * 8 * 4096 * 2 * (64 + 2)
     assert sizes["int4"]["key centres"] == 4 * 28 * 8 * 128 + 2 * 64 * 4096
     assert sizes["fp8"]["key centres"] == 4 * 28 * 8 * 128 + 8 * 64 * 4096
+
+
+@pytest.mark.parametrize("engine", ["native", "torch", "gqa"])
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_the_caches_formula_is_its_size(dtype: KVDtype, engine: str) -> None:
+    """The numbers that are shown, multiplied."""
+    line = next(
+        line
+        for line in plan_of(QWEN3, dtype=dtype, context=4096, native=engine == "native", torch=engine == "torch").lines
+        if line.name == f"cache ({dtype})"
+    )
+    numbers, bits = line.formula.split(" = ")[1].removesuffix(" bits").split(" of ")
+    assert math.prod(map(int, numbers.split(" x "))) * int(bits) == 8 * line.size_bytes
+
+
+def test_float_caches_have_no_scales() -> None:
+    """Nothing is counted that is not there."""
+    assert "cache scales" not in {line.name for line in plan_of(QWEN3, dtype="float", context=4096).lines}
 
 
 def test_lines_add_up() -> None:

@@ -7,14 +7,10 @@ from typing import Literal
 
 from edgekv.engines.onnx import native
 from edgekv.errors import InvalidOption, UnsupportedModel
-from edgekv.kv.spec import OWN_OPERATOR_ONLY, KVSpec
+from edgekv.kv.spec import OWN_OPERATOR_ONLY, PREFILL_CHUNK, KVSpec
 from edgekv.model.spec import ModelSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-
-DEFAULT_CHUNK = 128
-"""Tokens per prefill run. Larger chunks are no faster with an INT8 cache and need more scratch memory."""
-
 
 ACCURACY_LEVELS: dict[str, int] = {"int8": 4, "float": 1}
 """Of MatMulNBits, by what it rounds the activations to before it multiplies them."""
@@ -30,7 +26,7 @@ class OnnxOptions:
 
     threads: int = 0  # 0: ONNX Runtime's choice, one per physical core
     device: str = "cpu"
-    chunk: int = DEFAULT_CHUNK
+    chunk: int = PREFILL_CHUNK
     accuracy_level: int = ACCURACY_LEVELS["int8"]
     half_attention: bool | None = None  # attention in float16; None: where the device demands it
     attention: Attention = "auto"  # which operator; auto: the project's own where it is built and serves the cache

@@ -51,7 +51,8 @@ class Place:
 
     Attributes:
         past: filled slots before the run. evicted: tokens that have left. pinned: S. capacity: C.
-        state: [4] int32 on the cache's device: past, evicted, pinned, capacity.
+        state: [4] int32 on the cache's device: past, evicted, pinned, capacity. Of evicted what kernels ask: whether
+            it is 0, and the rest after division by C - S, so that a chat of years stays within 32 bits.
     """
 
     capacity: int
@@ -63,7 +64,8 @@ class Place:
     def set(self, past: int) -> None:
         """The next run comes after `past` slots; copies four integers to the device."""
         self.past = past
-        self.state.copy_(torch.tensor([past, self.evicted, self.pinned, self.capacity], dtype=torch.int32))
+        evicted = self.evicted and (self.evicted - 1) % (self.capacity - self.pinned) + 1
+        self.state.copy_(torch.tensor([past, evicted, self.pinned, self.capacity], dtype=torch.int32))
 
     def slots(self, start: int, stop: int) -> Tensor:
         """The slots of tokens start .. stop-1, [stop-start] int64 on the cache's device."""

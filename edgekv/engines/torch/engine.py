@@ -29,10 +29,7 @@ from edgekv.errors import (
     UnsupportedModel,
 )
 from edgekv.kv.scales import KVScales
-from edgekv.kv.spec import MIN_CAPACITY, KVSpec
-
-DEFAULT_CHUNK = 128
-"""Tokens per prefill run."""
+from edgekv.kv.spec import MIN_CAPACITY, PREFILL_CHUNK, KVSpec
 
 FP8_CAPABILITY = (8, 0)
 """FP8 rows are taken apart in integers, so no FP8 hardware is needed; the float16 products and the int4 kernels of the
@@ -47,7 +44,7 @@ class TorchOptions:
 
     threads: int = 0  # CPU threads; 0: torch's choice
     device: str = "cpu"
-    chunk: int = DEFAULT_CHUNK
+    chunk: int = PREFILL_CHUNK
     precision: Precision = "auto"  # float: float32, dense; bf16: packed weights; auto: float on a CPU, else bf16
     kernels: KernelChoice = "auto"  # of attention; on a CPU Triton's run in its interpreter only
 
