@@ -156,7 +156,7 @@ class ChatLoop:
         if system is not None:
             self.session.set_system(system)
         count = sum(message["role"] == "user" for message in self.session.messages)
-        render.note(f"[going on with {self.saved.name}: {count} questions so far]")
+        render.note(f"[going on with {self.saved.name}: {count} question{'s' * (count != 1)} so far]")
         if asked := self.saved.asked:
             render.note(f"[not answered when edgekv ended: {render.shortened(asked)} - /retry asks it again]")
 
