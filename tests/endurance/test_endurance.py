@@ -88,22 +88,31 @@ def test_rounds_do_not_grow(chat_model: ConvertedModel, job: str, rounds: int) -
 
 
 def test_a_short_soak(default_model: ConvertedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """scripts/soak.py on the default model, for 600 tokens: all its checks but that of speed hold."""
+    """scripts/soak.py on the default model, for 600 tokens: all its checks hold but that of speed, left out."""
     soak = load_script("soak")
     monkeypatch.setattr(soak, "ANSWER_TOKENS", 48)
     with edgekv.load(default_model.folder, context=256) as runtime:
         report = soak.soak(runtime, 600)
     assert report.generated_tokens >= 600
     assert report.evicted_tokens > 300
-    assert [failure for failure in report.failures if not failure.startswith("decoding fell")] == []
+    assert report.failures == []
+
+
+def test_the_soak_compares_with_a_program_that_has_just_begun(default_model: ConvertedModel) -> None:
+    """It answers when it is asked, and ends when nobody asks any more."""
+    soak = load_script("soak")
+    with soak.fresh_program(["--model", str(default_model.folder), "--capacity", "256"]) as speed:
+        assert speed() > 0
+    speeds, others = iter([90.0, 100.0, 80.0, 100.0, 100.0]), iter([100.0, 100.0, 110.0, 100.0, 100.0, 100.0])
+    assert soak.compared(lambda: next(speeds), lambda: next(others)) == pytest.approx(100 / 105)
 
 
 def test_the_soak_sees_what_goes_wrong() -> None:
     """Each of its four checks fails on figures that are past its limit."""
     soak = load_script("soak")
     good = {"generated_tokens": 1, "evicted_tokens": 1, "answers": 1, "seconds": 1.0, "memory_ratio": 1.0}
-    good |= {"speed_ratio": 1.0, "probe_before": 9.0, "probe_after": 9.0, "following": [1.0, 1.0]}
+    good |= {"speed_ratio": 0.7, "beside": [1.0, 1.1], "probe_before": 9.0, "probe_after": 9.0, "following": [1.0, 1.0]}
     assert soak.Report(**good).failures == []
-    bad = {"memory_ratio": 1.011, "speed_ratio": 0.89, "probe_after": 9.1, "following": [1.0, 1.06]}
+    bad = {"memory_ratio": 1.011, "beside": [1.0, 0.89], "probe_after": 9.1, "following": [1.0, 1.06]}
     for name, value in bad.items():
         assert len(soak.Report(**(good | {name: value})).failures) == 1
