@@ -1,8 +1,9 @@
 """What a person waits for in a long chat: `python scripts/conversation_times.py`, where edgekv is installed.
 
     first token    from Enter to the first text of the answer, at turn 2 and at turn 50, for the same new text: length
-                   check, rendering and tokenising the history, reading what is new, evicting. Every round is a whole
-                   conversation of its own, so both turns meet the same machine; medians over the rounds, and the ratio
+                   check, rendering and tokenising the history, reading what is new, evicting. Two conversations, one
+                   behind a turn and one behind 49, are asked the same in turn, and the answers taken back, so that both
+                   meet the same machine; medians, and the ratio
     preparing      from a message to its prompt's text behind so many turns: the model's template is run over the whole
                    conversation, once. Beside it, what running the template takes alone
     restore        loading a saved session (its hash checked, its rows copied) beside reading the same tokens
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +38,10 @@ QUESTION = "What would you take along on a long walk in the hills, and why?"
 EARLY, LATE = 2, 50
 """The turns that are compared."""
 ANSWER_TOKENS = 24
+PAIRS = 7
+"""Questions a round, each to both."""
+PAUSE_S = 0.2
+"""Before a question: the threads of the other conversation's runtime wait for work at full speed for a while."""
 clock = time.perf_counter
 LIMIT = 1.3
 """Issue: the first token of turn 50 within 1.3 times that of turn 2."""
@@ -68,18 +74,26 @@ class Restored:
 
 
 def first_token(model: str, capacity: int, rounds: int, threads: int) -> FirstToken:
-    """Whole conversations of 50 turns in a cache of this capacity."""
+    """The same questions at both turns, in caches of this capacity."""
     times: dict[int, list[float]] = {EARLY: [], LATE: []}
-    with edgekv.load(model, context=capacity, threads=threads) as runtime:
-        for _ in range(rounds):
-            session = runtime.session(system=SYSTEM, overflow="window", temperature=0.0, max_new_tokens=ANSWER_TOKENS)
-            runtime.chat_state.reset()
-            for turn, text in enumerate(_questions(LATE), 1):
-                waited = _ask(session, QUESTION if turn in times else text)
-                if turn in times:
-                    times[turn].append(waited)
-        evicted = runtime.chat_state.timeline.engine.evicted
+    with ExitStack() as stack:
+        runtimes = {turn: stack.enter_context(edgekv.load(model, context=capacity, threads=threads)) for turn in times}
+        sessions = {turn: _behind(turn - 1, runtime) for turn, runtime in runtimes.items()}
+        for number in range(PAIRS * rounds):
+            for turn, session in sessions.items():
+                time.sleep(PAUSE_S)
+                times[turn].append(_ask(session, f"{10 + number}: {QUESTION}"))  # nothing of the last one serves again
+                session.undo()
+        evicted = runtimes[LATE].chat_state.timeline.engine.evicted
     return FirstToken(capacity, *(_median_ms(times[turn]) for turn in (EARLY, LATE)), evicted)
+
+
+def _behind(turns: int, runtime: edgekv.Runtime) -> edgekv.Session:
+    """A conversation that has had so many turns."""
+    session = runtime.session(system=SYSTEM, overflow="window", temperature=0.0, max_new_tokens=ANSWER_TOKENS)
+    for text in _questions(turns):
+        _ask(session, text)
+    return session
 
 
 def restored(model: str, lengths: Sequence[int], rounds: int, threads: int) -> list[Restored]:
