@@ -312,7 +312,7 @@ def test_no_save_saves_nothing(chat_model: ConvertedModel, tmp_path: Path) -> No
     edgekv(*talk, "-p", "Hello", home=tmp_path)
     before = file.read_bytes()
     result = edgekv(*talk, "--no-save", "-p", "Hello again", home=tmp_path)
-    assert "going on with talk: 1 questions" in result.stderr
+    assert "going on with talk: 1 question so far]" in result.stderr
     assert file.read_bytes() == before
 
 

@@ -14,6 +14,7 @@ from edgekv.uninterrupted import uninterrupted
 
 MAIN = """
 import builtins, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background begins with it ignored
 real = builtins.__import__
 def interrupted(name, *rest):
     if name == {name!r}:
