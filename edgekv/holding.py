@@ -14,7 +14,7 @@ they run slowly (edgekv/convert.py, `advice`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -131,10 +131,10 @@ class Holding:
         return held, Rounding.between(values, held)
 
 
-def held_size(source: WeightSource, options: ConvertOptions) -> tuple[int, str]:
-    """What the matrices of a checkpoint will take in the model's file, about, and how they will be held."""
-    forms = [(stored.shape, form) for _, stored, form in Holding(source.quantised, options).forms(source)]
-    return sum(form.bytes_of(shape) for shape, form in forms), scheme_name({form for _, form in forms}, options)
+def held_size(matrices: Sequence[tuple[str, Stored, Form]], options: ConvertOptions) -> tuple[int, str]:
+    """What matrices (`Holding.forms`) will take in the model's file, about, and how they will be held."""
+    size = sum(form.bytes_of(stored.shape) for _, stored, form in matrices)
+    return size, scheme_name({form for _, _, form in matrices}, options)
 
 
 def scheme_name(forms: set[Form], options: ConvertOptions) -> str:

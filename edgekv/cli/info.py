@@ -140,7 +140,7 @@ def _source_rows(path: Path, made: ConvertedModel | None) -> Rows:
 
     source, options = open_source(path), ConvertOptions()
     matrices = list(Holding(source.quantised, options).forms(source))
-    size, held = held_size(source, options)
+    size, held = held_size(matrices, options)
     floats = [name for name, stored, _ in matrices if stored.is_float]
     rows = [
         ["name", path.resolve().stem],

@@ -81,7 +81,7 @@ def _published(path: Path) -> tuple[ModelSpec, Footprint]:
 
         adapted, spec = recognise(foreign)
         return spec, Footprint.of(spec, adapted.weight_bytes, adapted.scheme)
-    from edgekv.holding import ConvertOptions, held_size
+    from edgekv.holding import ConvertOptions, Holding, held_size
     from edgekv.weights import open_source
 
     try:
@@ -90,7 +90,9 @@ def _published(path: Path) -> tuple[ModelSpec, Footprint]:
         if not (path / "config.json").is_file():
             raise
         return _configured(path / "config.json")
-    return source.spec, Footprint.of(source.spec, *held_size(source, ConvertOptions()), exact=False)
+    options = ConvertOptions()
+    matrices = list(Holding(source.quantised, options).forms(source))
+    return source.spec, Footprint.of(source.spec, *held_size(matrices, options), exact=False)
 
 
 def _configured(config: Path) -> tuple[ModelSpec, Footprint]:
