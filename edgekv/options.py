@@ -107,6 +107,7 @@ def plan_request(
         options.context,
         options.sinks,
         options.stride,
+        packed=not torch and _own_product(options.device),
         torch=torch,
         server=server,
         runtime_bytes=TORCH_RUNTIME_BYTES if torch else _onnx_runtime_bytes(options.device),

@@ -12,8 +12,8 @@
     RoPE angles      N x 4 x 4 T D/2                where the cache is a ring: of one prefill chunk of T tokens
     weights          what the file holds; the runtime keeps one packed copy and drops the file's pages. Edgekv's own
                      matmul keeps them in the bits that they have, 5 and 6 among them
-    embedding        a tied embedding is read by row and used as the head, which packs a second copy (of both
-                     matrices where it is held as a sum of two)
+    embedding        ONNX Runtime maps a tied embedding, to read it by row, and packs a copy for the head (of both
+                     matrices where it is held as a sum of two); edgekv's own matmul has one copy for both
     unpacked codes   those of bitsandbytes, which MatMulBnb4 unpacks one matrix at a time
     workspace        4 T (8 E + 3 F + qkv)           activations of one prefill chunk of T tokens
     logits           4 V
@@ -57,10 +57,12 @@ has been looked up: the peak of the default model less the plan's other lines, o
 (float 156), 152 and 158 MiB at 8192. A day before, on another machine with AVX-512: 133 and 144 MiB; with AVX2 alone:
 157 MiB. The figure lies between, within 5 % of a whole process on each."""
 
-PACKED_RUNTIME_BYTES = 125 * MIB
+PACKED_RUNTIME_BYTES = 133 * MIB
 """The same where edgekv's own matmul takes the place of MatMulNBits (engines/onnx/packed.py), the weights
-counted as that packs them. Measured 2026-11-30 with AVX-512 on the default model at 2048 slots: 124 MiB after prose,
-127 MiB after ids from the whole vocabulary (float cache 126)."""
+counted as that packs them. Measured 2026-12-01 with AVX-512 on the default model at 2048 slots, whatever the text: 124
+to 142 MiB. The 18 are pages of ONNX Runtime's and other libraries: Linux maps more of them around each one that is
+touched where its cache has the file in large pieces, as after they were written (ext4, 6.18), and fewer where it has
+read it page by page. The figure lies between."""
 
 SERVER_BYTES = 14 * MIB
 """starlette, uvicorn and what they import. Measured 2026-11-30: the peak of `edgekv serve` on the default model at 2048
@@ -81,7 +83,7 @@ class Footprint:
     """What a model's weights take, known exactly from a converted model or estimated from a config."""
 
     weight_bytes: int
-    tied_bytes: int  # the part of weight_bytes that a tied embedding makes the runtime hold twice
+    tied_bytes: int  # the part of weight_bytes that a tied embedding makes ONNX Runtime hold twice
     exact: bool
     unpacked_bytes: int = 0  # the largest matrix in float32, where the runtime unpacks codes at every step
 
@@ -126,6 +128,7 @@ class PlanRequest:
     chunk: int = PREFILL_CHUNK  # tokens of one prefill run
     native: bool = False  # for edgekv's own operator: a ring (engines/onnx/ring.py)
     runtime_bytes: int = RUNTIME_BYTES
+    packed: bool = False  # with edgekv's own matmul (engines/onnx/packed.py)
     torch: bool = False  # planned for the torch engine
     centre_pairs: int = 0  # pairs of channels of which keys are held less a constant (kv/scales.py)
     value_centres: bool = False  # whether values are
@@ -345,7 +348,7 @@ def _weight_lines(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -
     how = "float32, or packed on CUDA" if request.torch else "packed by the runtime"
     return (
         PlanLine("weights", footprint.weight_bytes, how + ("" if footprint.exact else " (estimated)")),
-        _tied_line(spec, footprint),
+        _tied_line(spec, footprint, request),
         PlanLine("unpacked codes", footprint.unpacked_bytes, "the largest matrix, E max(F, qkv) x 4 bytes"),
     )
 
@@ -390,10 +393,11 @@ def _run_lines(spec: ModelSpec, request: PlanRequest) -> tuple[PlanLine, ...]:
     )
 
 
-def _tied_line(spec: ModelSpec, footprint: Footprint) -> PlanLine:
+def _tied_line(spec: ModelSpec, footprint: Footprint, request: PlanRequest) -> PlanLine:
     digits = "2 " * (footprint.tied_bytes > spec.vocab_size * spec.hidden_size)
     numbers = f"{digits.replace(' ', ' x ')}{spec.vocab_size} x {spec.hidden_size}"
-    return PlanLine("tied embedding", footprint.tied_bytes, f"{digits}V E = {numbers}, mapped for lookup")
+    size = 0 if request.packed else footprint.tied_bytes
+    return PlanLine("tied embedding", size, f"{digits}V E = {numbers}, mapped for lookup")
 
 
 def _torch_lines(spec: ModelSpec, request: PlanRequest, kv: KVSpec) -> list[PlanLine]:

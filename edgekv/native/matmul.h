@@ -36,8 +36,9 @@ constexpr int kTileRows = 12;  // rows that one pass over a panel handles at mos
 constexpr int kTileSizes = 7;
 constexpr int64_t kLine = 64;  // bytes that the parts of a panel are aligned to
 
-// What the loader and this library must agree on: the two structures that follow.
-constexpr int kPackingFormat = 2;
+// What the loader and this library must agree on: the two structures that follow, and the operators that read what is
+// packed.
+constexpr int kPackingFormat = 3;
 
 // How one matrix is packed.
 struct Packing {
@@ -128,6 +129,9 @@ const char* fault(const Packing&);
 
 // Packs the panels first .. last - 1 of a matrix, whose panels lie `step` panels apart from `out` on.
 void pack(const Packing&, const Unpacked&, int64_t first, int64_t last, int64_t step, uint8_t* out);
+
+// The weights of one output, [K]: s (c - z) or s c + m, of a matrix that `pack` packed.
+void unpack(const Packing&, const uint8_t* weights, int64_t output, float* out);
 
 // Computes the product.
 void multiply(const Product&, const MatMulKernels&, const Parallel&);

@@ -1,4 +1,5 @@
 // The product in plain C++: the twin that the others are measured against, and what runs where nothing faster is built.
+// What reads single weights is here, too.
 #include <algorithm>
 #include <math.h>
 
@@ -35,6 +36,17 @@ int code_of(const Packing& packing, const uint8_t* block, int64_t input, int out
   const int low = block[step / 2 * 4 * kPanel + place] >> step % 2 * 4 & 0xF;
   const uint8_t* lines = block + packing.block() * kPanel / 2;
   return high ? low | (lines[step * high / 8 * 4 * kPanel + place] >> step * high % 8 & mask) << 4 : low;
+}
+
+// Weights of one block of inputs, `count` of them, and one output of a panel.
+void unpack_block(const Packing& packing, const uint8_t* panel, int64_t first, int64_t count, int output, float* out) {
+  const uint8_t* block = panel + packing.codes_place() + first * kPanel * packing.bits / 8;
+  const uint8_t *zeros = panel + packing.scale_bytes(), *minima = panel + packing.minima_place();
+  const int64_t place = first / packing.group * kPanel + output;
+  const float scale = float_of(packing, panel, place), low = packing.minima ? float_of(packing, minima, place) : 0.0f;
+  const int zero = packing.minima ? 0 : packing.zeros ? zeros[place] : 1 << (packing.bits - 1);
+  for (int64_t i = 0; i < count; i++) out[i] = scale * static_cast<float>(code_of(packing, block, i, output) - zero);
+  for (int64_t i = 0; packing.minima && i < count; i++) out[i] += low;
 }
 
 float multiply_one(const Packing& packing, const uint8_t* panel, const InputTile& tile, int row, int output) {
@@ -96,6 +108,14 @@ void combine(Gate gate, const float* x, const float* up, float* out) {
 constexpr MatMulKernels kKernels{"plain", {4, 2, 1}, encode, multiply_panel, combine};
 
 }  // namespace
+
+void unpack(const Packing& packing, const uint8_t* weights, int64_t output, float* out) {
+  const uint8_t* panel = weights + output / kPanel * packing.panel_bytes();
+  for (int64_t first = 0; first < packing.inputs; first += packing.block()) {
+    const int64_t count = std::min<int64_t>(packing.block(), packing.inputs - first);
+    unpack_block(packing, panel, first, count, static_cast<int>(output % kPanel), out + first);
+  }
+}
 
 const MatMulKernels* plain_matmul() { return &kKernels; }
 

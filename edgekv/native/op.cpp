@@ -224,7 +224,8 @@ EDGEKV_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const
   ort::CustomOpDomain* domain = nullptr;
   if (ort::Status* status = edgekv::api.CreateCustomOpDomain("edgekv", &domain)) return status;
   for (const ort::CustomOp* op :
-       {edgekv::custom_op<edgekv::CachedAttention>(), edgekv::packed_matmul_op(), edgekv::table_matmul_op()}) {
+       {edgekv::custom_op<edgekv::CachedAttention>(), edgekv::packed_matmul_op(), edgekv::packed_rows_op(),
+        edgekv::table_matmul_op()}) {
     if (ort::Status* status = edgekv::api.CustomOpDomain_Add(domain, op)) return status;
   }
   return edgekv::api.AddCustomOpDomain(options, domain);

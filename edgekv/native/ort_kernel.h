@@ -166,6 +166,7 @@ const ort::CustomOp* custom_op() {
 
 // The operators of matmul_op.cpp and table_op.cpp.
 const ort::CustomOp* packed_matmul_op();
+const ort::CustomOp* packed_rows_op();
 const ort::CustomOp* table_matmul_op();
 
 }  // namespace edgekv

@@ -239,6 +239,27 @@ Sum expected(const Case& c, const std::vector<double>& x, int64_t row, int64_t o
   return {gated * up.value, 2 * sum.size * std::fabs(up.value) + up.size * std::fabs(gated) + sum.size * up.size};
 }
 
+// Every weight as it is read singly: the nearest float32, where no minimum is added.
+bool check_unpacked(const Case& c, unsigned seed) {
+  const Matrix& matrix = c.matrices[0];
+  const Packing& p = matrix.packing;
+  Bytes weights(p.bytes());
+  pack(p, matrix.unpacked(), 0, p.panels(), 1, weights.data());
+  std::vector<float> row(static_cast<size_t>(p.inputs));
+  for (int64_t output = 0; output < p.outputs; output++) {
+    unpack(p, weights.data(), output, row.data());
+    for (int64_t i = 0; i < p.inputs; i++) {
+      const double want = matrix.weight(output, i), got = static_cast<double>(row[static_cast<size_t>(i)]);
+      if (p.minima ? std::fabs(got - want) > 1e-6 * matrix.size(output, i) : got != static_cast<float>(want)) {
+        std::printf("FAILED seed %u: weight %d of output %d is %g for %g\n", seed, static_cast<int>(i),
+                    static_cast<int>(output), got, want);
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 void print_failure(const Case& c, const MatMulKernels& kernels, unsigned seed) {
   const Packing& p = c.matrices[0].packing;
   std::printf("FAILED %s seed %u: %d x %d, %d bits, group %d, zeros %d, half %d, minima %d, gate %d, %d rows",
@@ -332,6 +353,10 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 300;
   const unsigned seed = argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 1;
   int failures = !check_refusals();
+  for (int i = 0; i < rounds; i++) {
+    std::mt19937 random(seed + static_cast<unsigned>(i));
+    failures += !check_unpacked(random_case(random), seed + static_cast<unsigned>(i));
+  }
   const char* previous = "";
   for (const char* limit : {"avx512", "avxvnni", "avx2", "plain"}) {
     const MatMulKernels& kernels = *best_matmul(limit);

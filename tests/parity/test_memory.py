@@ -1,9 +1,10 @@
 """Case C15: what a loaded model takes is what the plan said, within 5 %, for each KV dtype and two capacities.
 
 A process of its own loads the default model through the public door, reads a text up to the last slot and one token
-more, so that it evicts. Its VmHWM is the peak of everything: Python, packages, weights, cache. Rows of the mapped
-embedding become resident as they are looked up, so the text matters: English prose uses a thirtieth of the vocabulary,
-and ids spread evenly use nearly every page of it (measured: 12 MiB more). The plan must be right for both.
+more, so that it evicts. Its VmHWM is the peak of everything: Python, packages, weights, cache. Where an embedding is
+mapped, its rows become resident as they are looked up, so the text matters: English prose uses a thirtieth of the
+vocabulary, and ids spread evenly use nearly every page. edgekv's own matmul maps none: the embedding is looked up in
+the packed head, and no page of the data file is left.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 from helpers.engines import measured_scales
 from helpers.prose import prose, prose_ids
 
+from edgekv.engines.onnx import native
 from edgekv.kv.scales import write_scales
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="VmHWM is Linux's")
@@ -36,7 +38,9 @@ assert timeline.engine.length == int(context)
 timeline.append([5])
 assert timeline.engine.evicted > 0
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+mapped = sum(line.split()[-1].endswith("model.onnx.data") for line in open("/proc/self/maps"))
 print(json.dumps({
+    "mapped": mapped,
     "peak": int(status["VmHWM"].split()[0]) * 1024,
     "plan": runtime.plan.total_bytes,
     "lines": {line.name: line.size_bytes for line in runtime.plan.lines},
@@ -71,4 +75,5 @@ def test_peak_is_what_the_plan_said(
     command += [str(scales_file) if dtype == "int8" else "", str(tmp_path / "prose.txt") if text == "prose" else ""]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["mapped"] or native.matmul_refusal() is not None
     assert found["peak"] == pytest.approx(found["plan"], rel=0.05), found

@@ -19,8 +19,10 @@ import pytest
 from conftest import TinyModels
 from helpers import native as builder
 from helpers.checkpoints import VOCAB
+from helpers.published import GPTQ, Published
 from onnx import TensorProto, helper, numpy_helper
 
+from edgekv.convert import convert
 from edgekv.engines.onnx import native, packed
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.engines.onnx.options import OnnxOptions
@@ -336,6 +338,101 @@ def test_weights_that_are_too_short_are_refused() -> None:
     model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "bytes"
     with pytest.raises(Exception, match="do not reach as far"):
         run(model, x=inputs(1, 96), **{native.PACKED_WEIGHTS: weights[:-64]})
+
+
+def lookup_graph(layer: Layer, *, reshaped: bool = False, own_codes: bool = False) -> onnx.ModelProto:
+    """From ids and x to rows of an embedding and the product with it as the output head.
+
+    Args:
+        reshaped: both read one tensor, which the lookup takes through a Reshape; else two tensors over the same bytes.
+        own_codes: the lookup has numbers of its own.
+    """
+    head = make_graph([layer.node("a", "y")], {"a": layer}, layer.rows)
+    arrays = layer.tensors(0)
+    flat = arrays["codes"].reshape(layer.rows, -1)
+    shape = numpy_helper.from_array(np.array(flat.shape), "flat")
+    codes = numpy_helper.from_array(flat ^ 1 if own_codes else flat, "own")
+    head.graph.initializer.append(shape if reshaped else codes)
+    names = ["flat.codes" if reshaped else "own", "ids", "a.scales", *["a.zeros"] * layer.zeros]
+    numbers = {"bits": layer.bits, "block_size": layer.group, "gather_axis": 0, "quantize_axis": 1}
+    gather = helper.make_node("GatherBlockQuantized", names, ["rows"], domain="com.microsoft", **numbers)
+    head.graph.node.append(gather)
+    if reshaped:
+        head.graph.node.insert(0, helper.make_node("Reshape", ["a.codes", "flat"], ["flat.codes"]))
+    head.graph.input.append(helper.make_tensor_value_info("ids", TensorProto.INT64, [1, "I"]))
+    rows = helper.make_tensor_value_info("rows", TensorProto.FLOAT, [1, "I", layer.columns])
+    head.graph.output.insert(0, rows)
+    return head
+
+
+LOOKUPS = [
+    Layer(70, 64, 8, 32, zeros=False),
+    Layer(96, 576, 8, 32, half=False),
+    Layer(33, 96, 4, 32),
+    Layer(48, 64, 4, 16, zeros=False),
+    Layer(64, 96, 8, 32, zeros=False, span=32),
+    Layer(64, 256, 8, 128, zeros=False, span=64),
+]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 40])
+@pytest.mark.parametrize("layer", LOOKUPS, ids=repr)
+def test_an_embedding_is_looked_up_in_the_packed_head(layer: Layer, count: int) -> None:
+    """One copy for both, and the same numbers to the last bit."""
+    model = lookup_graph(layer, reshaped=True)
+    ids = np.random.default_rng(2).integers(0, layer.rows, (1, count))
+    usual = run(model, x=inputs(1, layer.columns), ids=ids)
+    weights = set_packed_matmul(model, Path())
+    assert [node.op_type for node in model.graph.node] == ["PackedMatMul", "PackedRows"]
+    assert not model.graph.initializer
+    own = run(model, x=inputs(1, layer.columns), ids=ids, **{native.PACKED_WEIGHTS: weights})
+    assert np.array_equal(own, usual)
+
+
+@pytest.mark.parametrize("own_codes", [False, True])
+def test_a_lookup_in_another_tensor_stays(own_codes: bool) -> None:
+    """A tensor inside of the graph is known by its name alone."""
+    model = lookup_graph(LOOKUPS[0], own_codes=own_codes)
+    set_packed_matmul(model, Path())
+    assert [node.op_type for node in model.graph.node] == ["PackedMatMul", "GatherBlockQuantized"]
+
+
+@pytest.mark.parametrize("wrong", [-1, 70])
+def test_ids_beyond_the_matrix_are_refused(wrong: int) -> None:
+    model = lookup_graph(LOOKUPS[0], reshaped=True)
+    weights = set_packed_matmul(model, Path())
+    with pytest.raises(Exception, match="an id is not within the matrix"):
+        run(model, x=inputs(1, 64), ids=np.array([[3, wrong]]), **{native.PACKED_WEIGHTS: weights})
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "one-layer", "qwen2-fp16"])
+def test_tied_models_map_no_embedding(tiny_models: TinyModels, name: str) -> None:
+    """In their files embedding and head are two tensors over the same bytes."""
+    model = tiny_models.converted(name)
+    graph = onnx.load(model.graph, load_external_data=False)
+    assert set_packed_matmul(graph, model.folder) is not None
+    kinds = {node.op_type for node in graph.graph.node}
+    assert ("PackedRows" in kinds) == model.spec.tied_embeddings
+    assert ("GatherBlockQuantized" in kinds) != model.spec.tied_embeddings
+
+
+def test_one_copy_serves_embedding_and_head(
+    tmp_path: Path, open_onnx: Callable[..., OnnxEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held as a sum of two, in a whole model: not a bit differs from the lookup in the file."""
+    Published("tied", GPTQ(32), tiny={"tie_word_embeddings": True}).write(tmp_path / "source")
+    model = convert(tmp_path / "source", tmp_path / "model").model
+    assert "int8+8/" in model.description.scheme
+    ids = np.random.default_rng(4).integers(3, VOCAB, 40).tolist()
+    kinds, logits = [], []
+    for lookups in (packed._with_lookups, lambda nodes, *_: list(nodes)):
+        monkeypatch.setattr(packed, "_with_lookups", lookups)
+        graph = onnx.load(model.graph, load_external_data=False)
+        assert set_packed_matmul(graph, model.folder) is not None
+        kinds.append({node.op_type for node in graph.graph.node} & {"PackedRows", "GatherBlockQuantized"})
+        logits.append(open_onnx(model, KVSpec(64, "float"), level=4, matmul="native").forward(ids, all_logits=True))
+    assert kinds == [{"PackedRows"}, {"GatherBlockQuantized"}]
+    assert np.array_equal(*logits)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

@@ -29,8 +29,9 @@ CACHE_FORMAT = 5
 PACKED_WEIGHTS = "packed_weights"
 """The graph's input that holds all matrices of edgekv's own matmul (engines/onnx/packed.py)."""
 
-PACKING_FORMAT = 2
-"""The structures through which matrices are packed, that packed.py and a library must agree on (native/matmul.h)."""
+PACKING_FORMAT = 3
+"""The structures through which matrices are packed, and the operators that read them, that packed.py and a library must
+agree on (native/matmul.h)."""
 
 _EXPORTS = ("edgekv_cache_format", "edgekv_packing_format", "edgekv_table_instruction_set")
 """Functions that a library of this edgekv has, one of each operator; an older one lacks some."""

@@ -12,6 +12,8 @@ their SiLU or GELU are one node, the residual stream is added by the product tha
 computed by the products that read it. Each of these was a node of its own, and with few tokens most of a small node is
 waking threads.
 
+An embedding that is the output head, too, is looked up in the packed head: its rows are not mapped a second time.
+
 MatMulNBits stays where it is not at accuracy level 4, or has float zero points, an order of its inputs, 2-bit codes, or
 weights that are not constants.
 """
@@ -25,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import onnx
@@ -33,7 +35,7 @@ from onnx import TensorProto, helper
 
 from edgekv.engines.onnx import native
 from edgekv.engines.onnx.adapt import NATIVE_DOMAIN
-from edgekv.engines.onnx.graphfile import tensor_array
+from edgekv.engines.onnx.graphfile import external_place, tensor_array
 from edgekv.engines.onnx.memory import large_memory, line_starts
 from edgekv.engines.onnx.native import PACKED_WEIGHTS
 from edgekv.engines.onnx.surgery import attribute
@@ -74,6 +76,10 @@ class _Unpacked(ctypes.Structure):
     )
 
 
+_Place: TypeAlias = str | tuple[str, int, int]
+"""A tensor's external data by file, offset and length, or its name where it has none."""
+
+
 @dataclass(frozen=True)
 class _Matrix:
     """The weights of one MatMulNBits."""
@@ -84,6 +90,7 @@ class _Matrix:
     codes: onnx.TensorProto
     scales: Array
     zeros: onnx.TensorProto | None
+    read: tuple[_Place, ...]  # where codes, scales and zero points come from
     shift: onnx.TensorProto | None = None  # [groups, N]
 
     def minima(self, folder: Path) -> Array | None:
@@ -92,6 +99,20 @@ class _Matrix:
             return None
         middle = np.float32(1 << (self.packing.bits - 1))
         return np.ascontiguousarray(tensor_array(self.shift, folder).T - middle * self.scales)
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """How it is packed, as the operators take it."""
+        packing = self.packing
+        return {
+            "N": packing.outputs,
+            "K": packing.inputs,
+            "bits": packing.bits,
+            "block_size": packing.group,
+            "zero_points": int(packing.zeros),
+            "half": int(packing.half),
+            "minima": int(packing.minima),
+        }
 
     @property
     def panels(self) -> int:
@@ -142,23 +163,17 @@ class _Product:
 
     def node(self, offset: int) -> onnx.NodeProto:
         """The node, with its weights at this place."""
-        packing = self.matrices[0].packing
+        matrix = self.matrices[0].attributes | {"N": self.matrices[0].packing.outputs * len(self.matrices)}
         return helper.make_node(
             "PackedMatMul",
             self.input,
             [self.output],
             name=self.name,
             domain=NATIVE_DOMAIN,
-            N=packing.outputs * len(self.matrices),
-            K=packing.inputs,
-            bits=packing.bits,
-            block_size=packing.group,
-            zero_points=int(packing.zeros),
-            half=int(packing.half),
-            minima=int(packing.minima),
             offset=offset,
             gate=self.gate,
             epsilon=self.epsilon,
+            **matrix,
         )
 
     def parts(self, folder: Path, out: Array) -> Iterator[Callable[[], None]]:
@@ -168,6 +183,7 @@ class _Product:
 
 
 Step: TypeAlias = onnx.NodeProto | _Product
+_AnyStep = TypeVar("_AnyStep", bound=Step)
 
 
 def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) -> Array | None:
@@ -186,18 +202,14 @@ def set_packed_matmul(model: onnx.ModelProto, folder: Path, threads: int = 0) ->
         steps = absorbed(steps, outputs)
     products = [step for step in steps if isinstance(step, _Product)]
     ends = line_starts(product.size for product in products)
-    memory = large_memory(ends[-1])
+    memory, packed = large_memory(ends[-1]), list(zip(products, ends[:-1], strict=True))
     with ThreadPoolExecutor(threads or None) as pool:
-        waiting = [
-            pool.submit(part)
-            for product, offset in zip(products, ends[:-1], strict=True)
-            for part in product.parts(folder, memory[offset:])
-        ]
+        waiting = [pool.submit(part) for product, offset in packed for part in product.parts(folder, memory[offset:])]
         for each in waiting:
             each.result()
     offsets = iter(ends)
     nodes = [step.node(next(offsets)) if isinstance(step, _Product) else step for step in steps]
-    _set_nodes(model, nodes, memory.nbytes)
+    _set_nodes(model, _with_lookups(nodes, packed, model.graph), memory.nbytes)
     return memory
 
 
@@ -227,7 +239,14 @@ def _matrix(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], folder: 
     numbers = (attribute(node, "N", 0), attribute(node, "K", 0), bits, group)
     packing = _Packing(*numbers, zeros is not None, fits_half(values))
     size = _packed_bytes(packing)
-    return _Matrix(packing, size, stored, codes, values, zeros) if size else None
+    read = tuple(_place(tensors.get(name)) for name in names[:3])
+    return _Matrix(packing, size, stored, codes, values, zeros, read) if size else None
+
+
+def _place(tensor: onnx.TensorProto | None) -> _Place:
+    if tensor is None or tensor.data_location != TensorProto.EXTERNAL:
+        return "" if tensor is None else tensor.name
+    return external_place(tensor)
 
 
 def _packed_bytes(packing: _Packing) -> int:
@@ -359,8 +378,8 @@ def _shifted(matrix: _Matrix, shift: onnx.TensorProto | None, folder: Path) -> _
     return replace(whole, size=size) if size else None
 
 
-def _without_unread(steps: list[Step], outputs: set[str]) -> list[Step]:
-    """Without the sums and the blocks that nothing reads any more."""
+def _without_unread(steps: list[_AnyStep], outputs: set[str]) -> list[_AnyStep]:
+    """Without the sums and the other forms of tensors that nothing reads any more."""
     for kind in ("ReduceSum", "Reshape"):
         read = {name for step in steps for name in step.input} | outputs
         steps = [
@@ -465,6 +484,50 @@ def _with_norms(steps: list[Step], outputs: set[str]) -> list[Step]:
             assert isinstance(reader, _Product)
             changes[id(reader)] = [replace(reader, x=x, gain=gain, epsilon=epsilon)]
     return _exchanged(steps, changes)
+
+
+def _with_lookups(
+    nodes: Sequence[onnx.NodeProto], packed: Sequence[tuple[_Product, int]], graph: onnx.GraphProto
+) -> list[onnx.NodeProto]:
+    """Rows looked up in a packed matrix where they are looked up in the same numbers not packed.
+
+    Args:
+        packed: products, and where their weights begin.
+    """
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    tensors |= {node.output[0]: tensors[node.input[0]] for node in nodes if _reshapes(node, tensors)}
+    ids = {value.name for value in graph.input if value.type.tensor_type.elem_type == TensorProto.INT64}
+    changed = [
+        _lookup(node, packed, tensors) or node
+        if node.op_type == "GatherBlockQuantized" and node.input[1] in ids
+        else node
+        for node in nodes
+    ]
+    return _without_unread(changed, {value.name for value in graph.output})
+
+
+def _reshapes(node: onnx.NodeProto, tensors: Tensors) -> bool:
+    return node.op_type == "Reshape" and node.input[0] in tensors
+
+
+def _lookup(node: onnx.NodeProto, packed: Sequence[tuple[_Product, int]], tensors: Tensors) -> onnx.NodeProto | None:
+    codes, ids, scales, zeros = [*node.input, ""][:4]
+    read = tuple(_place(tensors.get(name)) for name in (codes, scales, zeros))
+    for product, offset in packed:
+        matrix = product.matrices[0]
+        if read == matrix.read and not product.gate and matrix.shift is None and _has_rows_of(node, matrix):
+            attributes = matrix.attributes | {"offset": offset}
+            return helper.make_node(
+                "PackedRows", [ids, PACKED_WEIGHTS], node.output, name=node.name, domain=NATIVE_DOMAIN, **attributes
+            )
+    return None
+
+
+def _has_rows_of(node: onnx.NodeProto, matrix: _Matrix) -> bool:
+    """Whether its codes are rows of so many bits in such groups as the matrix has."""
+    layout = attribute(node, "bits", 4), attribute(node, "block_size", 128)
+    axes = attribute(node, "gather_axis", 0), attribute(node, "quantize_axis", 1)
+    return bool(layout == (matrix.bits, matrix.packing.group) and axes in ((0, 1), (0, -1)))
 
 
 def _set_nodes(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], size: int) -> None:
