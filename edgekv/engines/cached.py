@@ -18,8 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
-
 from edgekv.engines.base import (
     EngineState,
     Logits,
@@ -31,6 +29,7 @@ from edgekv.engines.base import (
     check_room,
     check_state,
 )
+from edgekv.engines.memory import joined
 from edgekv.errors import InvalidOption, ScalesError
 from edgekv.kv.quant import LIMIT
 from edgekv.kv.scales import KVScales
@@ -222,7 +221,7 @@ class CachedEngine(ABC):
         except BaseException:
             del self._tokens[before:]
             raise
-        return np.concatenate(parts) if all_logits else parts[-1][0]
+        return joined(parts) if all_logits else parts[-1][0]
 
     def append(self, tokens: Sequence[int], moves: Sequence[Move], *, all_logits: bool = False) -> Logits:
         """Append tokens, making each of `moves` when the cache is full; logits as `forward` gives them."""
@@ -236,7 +235,7 @@ class CachedEngine(ABC):
             tokens = tokens[step:]
             if move is not None:
                 self.evict(move)
-        return np.concatenate(parts) if all_logits else parts[-1]
+        return joined(parts) if all_logits else parts[-1]
 
     def evict(self, move: Move) -> None:
         """Drop the rows that `move` names; where rows move, the pinned tokens run again."""

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.engines.base import Engine, Logits
+from edgekv.engines.memory import joined
 from edgekv.evaluate.losses import STEP
 from edgekv.evaluate.rows import ErrorMeter
 from edgekv.kv.scales import KVScales
@@ -88,7 +89,7 @@ class Lane:
             room = self.engine.kv.capacity - self.engine.length
             parts.append(self.engine.forward(tokens[:room], all_logits=True))
             tokens = tokens[room:]
-        return np.concatenate(parts)
+        return joined(parts)
 
     def window(self) -> Window:
         """The cache's state in integers."""
@@ -135,7 +136,8 @@ class Comparison:
         if fresh:
             lane.engine.reset()
         first = self.text.first if fresh else ()
-        found = log_softmax(lane.append([*first, *ids])[len(first) :])[: len(targets)]
+        found = lane.append([*first, *ids])[len(first) :][: len(targets)]
+        set_log_softmax(found)
         lane.losses.append(-found[np.arange(len(targets)), targets].astype(np.float64))
         if expected is not None:
             lane.kl.append(divergence(expected, found))
@@ -151,15 +153,17 @@ class Comparison:
                 lane.meter.see(engine, start, engine.length)
 
 
-def log_softmax(logits: Logits) -> Logits:
-    """Log probabilities of each row, [T, V]; the sum is made in float64."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, dtype=np.float64, keepdims=True)), np.float32)
+def set_log_softmax(logits: Logits) -> None:
+    """Make logits, [T, V], each row's log probabilities, in place; the sum is made in float64."""
+    for row in logits:
+        row -= row.max()
+        row -= np.log(np.exp(row).sum(dtype=np.float64))
 
 
 def divergence(expected: Logits, found: Logits) -> Float64:
     """KL(expected || found) of each row of log probabilities, [T, V] twice -> [T], in nats."""
-    return np.asarray((np.exp(expected) * (expected - found)).sum(-1, dtype=np.float64), np.float64)
+    rows = zip(expected, found, strict=True)
+    return np.array([(np.exp(p) * (p - q)).sum(dtype=np.float64) for p, q in rows], np.float64)
 
 
 @dataclass(frozen=True)

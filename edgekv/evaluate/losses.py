@@ -52,6 +52,9 @@ def stream_loss(
 
 def token_losses(logits: Logits, targets: Sequence[int]) -> npt.NDArray[np.float64]:
     """-log p(target) of each row, [T, V] and [T] -> [T]."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    normaliser = np.log(np.exp(shifted).sum(-1, dtype=np.float64))
-    return np.asarray(normaliser - shifted[np.arange(len(targets)), np.asarray(targets)], np.float64)
+    return np.array([_loss(row, target) for row, target in zip(logits, targets, strict=True)], np.float64)
+
+
+def _loss(logits: Logits, target: int) -> float:
+    shifted = logits - logits.max()
+    return float(np.log(np.exp(shifted).sum(dtype=np.float64)) - shifted[target])

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.engines.memory import zeros_apart
 from edgekv.kv.spec import ROW_FACTORS, KVDtype, KVSpec
 from edgekv.model.spec import ModelSpec
 
@@ -182,7 +183,7 @@ class StepBuffers:
 
     def _bind(self, count: int, rows: int) -> None:
         if self._logits.shape[1] != rows:
-            self._logits = np.zeros((1, rows, self._vocab_size), np.float32)
+            self._logits = zeros_apart((1, rows, self._vocab_size))
         self._io.bind_input("ids", "cpu", 0, np.int64, (1, count), self._ids.ctypes.data)
         self._io.bind_input("rows", "cpu", 0, np.int64, (rows,), self._rows.ctypes.data)
         self._io.bind_output("logits", "cpu", 0, np.float32, self._logits.shape, self._logits.ctypes.data)

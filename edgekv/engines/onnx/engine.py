@@ -13,6 +13,7 @@ import numpy as np
 
 from edgekv.engines.base import Logits, check_ids, check_moves
 from edgekv.engines.cached import CachedEngine, fitting_scales
+from edgekv.engines.memory import joined, own_copy
 from edgekv.engines.onnx import native
 from edgekv.engines.onnx.binding import Array, DeviceCache, HostCache, StepBuffers, bind_array
 from edgekv.engines.onnx.centre import CentreTable
@@ -110,7 +111,7 @@ class OnnxEngine(CachedEngine):
                 first = 0 if all_logits else len(run) - (start + len(run) == len(tokens))
                 self._over_evictions.place_parts(list(self._enter(self._over_evictions, run, waiting)))
                 logits.append(self._execute(run, self.length - len(run), range(first, len(run))))
-        return np.concatenate(logits) if all_logits else logits[-1][0]
+        return joined(logits) if all_logits else logits[-1][0]
 
     def _enter(self, inputs: RingInputs, tokens: Sequence[int], waiting: list[Move]) -> Iterator[RunPart]:
         """Count a run's tokens as cached, and make those moves that are due within it."""
@@ -135,7 +136,7 @@ class OnnxEngine(CachedEngine):
             raise EngineError(f"ONNX Runtime failed on {len(tokens)} tokens after {past}: {error}") from error
         if not self._step.finite:
             raise EngineError(self._not_finite(tokens, past))
-        return self._step.logits.copy()
+        return own_copy(self._step.logits)
 
     def _not_finite(self, tokens: Sequence[int], past: int) -> str:
         from edgekv.engines.onnx.diagnose import first_bad_layer

@@ -33,10 +33,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from edgekv.engines.memory import large_memory, line_starts
 from edgekv.engines.onnx import native
 from edgekv.engines.onnx.adapt import NATIVE_DOMAIN
 from edgekv.engines.onnx.graphfile import external_place, tensor_array
-from edgekv.engines.onnx.memory import large_memory, line_starts
 from edgekv.engines.onnx.native import PACKED_WEIGHTS
 from edgekv.engines.onnx.surgery import attribute
 from edgekv.weights.base import fits_half

@@ -22,9 +22,9 @@ import numpy as np
 
 from edgekv.engines.base import Logits, check_rows
 from edgekv.engines.cached import RingLayout
+from edgekv.engines.memory import zeros_together
 from edgekv.engines.onnx.binding import Array, bind_array, ring_dtype
 from edgekv.engines.onnx.centre import CentreTable
-from edgekv.engines.onnx.memory import zeros_together
 from edgekv.engines.onnx.native import BLOCK, TOGETHER
 from edgekv.engines.rope import amplitudes, inverse_frequencies, rotate, rotated_centre, settled_ropes
 from edgekv.errors import InvalidOption
