@@ -154,6 +154,12 @@ def count(page: Page, selector: str) -> int:
     return int(page.run(f"document.querySelectorAll({json.dumps(selector)}).length"))
 
 
+def stored(page: Page) -> list[dict[str, str]]:
+    """The conversation, as it is sent with the next message."""
+    messages: list[dict[str, str]] = json.loads(page.run("sessionStorage.getItem('edgekv.messages')"))
+    return messages
+
+
 class TestInTheBrowser:
     """By keyboard, at a desk and on a phone."""
 
@@ -215,6 +221,51 @@ class TestInTheBrowser:
         assert "One message is" in page.run("document.querySelector('[role=alert]').textContent")
         assert count(page, ".meta button") == 1
         page.complaints.clear()  # the browser logs every 400
+
+    def test_a_refused_message_is_taken_back(self, page: Page, url: str) -> None:
+        """Its text is in the box again, before what was typed meanwhile; what is sent next is sent without it."""
+        page.open(url)
+        ready(page)
+        page.run("document.getElementById('max-tokens').value = 3")
+        say(page, "Hello")
+        page.wait("document.querySelector('.meta button') !== null")
+        ready(page)
+        before, long = stored(page), "word " * 500
+        say(page, long)
+        page.type("next")
+        page.wait("document.querySelector('[role=alert]') !== null")
+        ready(page)
+        assert stored(page) == before
+        assert page.run("document.getElementById('text').value") == f"{long.strip()}\n\nnext"
+        assert count(page, "#log > .user") == 1
+        page.run("document.querySelector('.meta button').click()")
+        page.wait("document.getElementById('text').value !== ''")  # refused again
+        ready(page)
+        assert count(page, "[role=alert]") == 1
+        page.run("document.getElementById('text').value = 'short'")
+        page.press("Enter", 13, "\r")
+        page.wait("document.querySelectorAll('#log > li').length === 4")
+        ready(page)
+        assert count(page, "[role=alert]") == 0
+        assert [message["role"] for message in stored(page)] == ["user", "assistant"] * 2
+        assert stored(page)[2]["content"] == "short"
+        page.complaints.clear()  # the browser logs every 400
+
+    def test_a_new_chat_in_the_middle_of_an_answer(self, page: Page, url: str) -> None:
+        """The answer that was being made is no part of the new conversation."""
+        page.open(url)
+        ready(page)
+        say(page, "Talk for long")
+        page.wait("document.querySelector('.assistant .body').textContent.length > 10")
+        page.run("document.getElementById('fresh').click()")
+        page.wait("document.getElementById('stop').hidden")
+        assert stored(page) == []
+        assert page.run("document.getElementById('status').textContent") == "A new conversation."
+        page.run("document.getElementById('max-tokens').value = 3")
+        say(page, "Another")
+        page.wait("document.querySelector('.meta button') !== null")
+        ready(page)
+        assert [message["role"] for message in stored(page)] == ["user", "assistant"]
 
     def test_a_long_question_is_followed(self, page: Page, url: str) -> None:
         """What was just sent is in view, and so is its answer, however long the question."""

@@ -96,14 +96,14 @@ const scrollToEnd = () => { $("log").scrollTop = $("log").scrollHeight; };
 const say = (text) => { $("status").textContent = text; };
 
 /** The line below an answer: what it took, and the button that makes it again. Only the last answer has the button. */
-function describe(item, text) {
+function describe(item, text, onRetry = retry) {
   document.querySelectorAll(".meta button").forEach((button) => button.remove());
   item.querySelector(".meta")?.remove();
   const line = element("div", "meta");
   if (text) line.append(element("span", "", text));
   const again = element("button", "", "Retry");
   again.type = "button";
-  again.addEventListener("click", retry);
+  again.addEventListener("click", onRetry);
   line.append(again);
   const atEnd = isAtEnd();
   item.append(line);
@@ -160,6 +160,7 @@ function body() {
 
 async function answer() {
   const controller = new AbortController();
+  const asked = messages; // another array as soon as it is another conversation
   busy(controller);
   const item = turn("assistant");
   item.classList.add("busy");
@@ -172,13 +173,15 @@ async function answer() {
     for await (const event of eventsOf(reply.body)) take(event, made, item);
     done(item, made);
   } catch (error) {
+    if (messages !== asked) return;
     if (controller.signal.aborted) stopped(item, made);
-    else failed(item, made, error);
+    else if (made.text) failed(item, error);
+    else refused(item, asked, error);
   } finally {
     clearInterval(timer);
     item.classList.remove("busy");
     busy(null);
-    if (made.text) remember([...messages, { role: "assistant", content: made.text }]);
+    if (made.text && messages === asked) remember([...asked, { role: "assistant", content: made.text }]);
     showState().catch(() => {});
   }
 }
@@ -225,13 +228,26 @@ function stopped(item, made) {
   say("Stopped.");
 }
 
-function failed(item, made, error) {
+function failed(item, error, onRetry) {
   const note = element("p", "failed", error.message);
   note.setAttribute("role", "alert");
   item.append(note);
   scrollToEnd();
-  describe(item, "");
+  describe(item, "", onRetry);
   say("There is no answer.");
+}
+
+/** A message that got no answer leaves the conversation, or it would be refused with every later one: its text is in
+ * the box again, to be changed or sent as it is. */
+function refused(item, asked, error) {
+  const box = $("text");
+  remember(asked.slice(0, -1));
+  box.value = [asked.at(-1).content, box.value].filter(Boolean).join("\n\n");
+  fit();
+  item.previousElementSibling?.remove();
+  item.classList.add("refused");
+  failed(item, error, send);
+  box.focus();
 }
 
 function send() {
@@ -239,6 +255,7 @@ function send() {
   if (!text || running) return;
   $("text").value = "";
   fit();
+  document.querySelectorAll("#log > .refused").forEach((item) => item.remove());
   remember([...messages, { role: "user", content: text }]);
   turn("user", text);
   answer();
