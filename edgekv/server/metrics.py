@@ -44,10 +44,10 @@ class Metrics:
             *_counter("edgekv_seconds_total", ((f'phase="{phase}"', n) for phase, n in self.seconds.items())),
         ]
         for name, value in gauges.items():
-            lines += [f"# TYPE edgekv_{name} gauge", f"edgekv_{name} {value:g}"]
+            lines += [f"# TYPE edgekv_{name} gauge", f"edgekv_{name} {value!r}"]
         return "\n".join(lines) + "\n"
 
 
 def _counter(name: str, samples: Iterable[tuple[str, float]]) -> list[str]:
-    rows = [f"{name}{{{labels}}} {value:g}" if labels else f"{name} {value:g}" for labels, value in samples]
+    rows = [f"{name}{{{labels}}} {value!r}" if labels else f"{name} {value!r}" for labels, value in samples]
     return [f"# HELP {name} {HELP[name]}", f"# TYPE {name} counter", *rows]
