@@ -37,7 +37,7 @@ class Usage:
     output_tokens: int = 0
     evicted_tokens: int = 0  # left during this prompt and answer
     evicted_turns: tuple[int, ...] = ()  # indices of the messages that these are from; the answer's is the last
-    prefill_s: float = 0.0  # until the first token was chosen
+    prefill_s: float = 0.0  # until the first token was chosen, or the time was up before it
     decode_s: float = 0.0
 
     @property
@@ -274,7 +274,9 @@ class _Answer:
 
     def settle(self) -> None:
         """Leave in the cache the prompt and those tokens of the answer that were given out as text."""
-        self._usage = replace(self._usage, output_tokens=len(self._output), decode_s=self._decode_s())
+        prefill_s = self._usage.prefill_s or time.perf_counter() - self._started
+        self._usage = replace(self._usage, output_tokens=len(self._output), prefill_s=prefill_s)
+        self._usage = replace(self._usage, decode_s=self._decode_s())
         window, prompt = self._timeline.window, len(self._request.tokens)
         held = window.length + window.evicted
         if held > prompt:

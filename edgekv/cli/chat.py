@@ -329,7 +329,7 @@ class ChatLoop:
             rows += [
                 ["last prompt", f"{usage.input_tokens} tokens: {usage.reused_tokens} reused, {new} read"],
                 ["last answer", f"{usage.output_tokens} tokens, ended by {self.last.finish_reason}"],
-                ["speed", f"{usage.tokens_per_s:.1f} tokens/s, first token after {usage.prefill_s:.2f} s"],
+                ["speed", f"{usage.tokens_per_s:.1f} tokens/s, {render.first_token(self.last)}"],
             ]
         render.table("", ["", ""], rows)
 

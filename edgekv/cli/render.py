@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from edgekv.generate import Event, Evicted, Finished, NotedDown, PrefillProgress, TextDelta, Usage
+from edgekv.generate import Event, Evicted, Finished, NotedDown, PrefillProgress, TextDelta
 from edgekv.kv.plan import Plan
 from edgekv.kv.spec import KVDtype
 from edgekv.sampling import SamplingOptions
@@ -290,13 +290,20 @@ def status_line(used: int, capacity: int, evicted: int, finished: Finished | Non
     if evicted:
         parts.append(f"{evicted} evicted so far")
     if finished is not None:
-        parts += _speed(finished.usage)
+        parts += _speed(finished)
     return "[" + ", ".join(parts) + "]"
 
 
-def _speed(usage: Usage) -> list[str]:
-    speed = [f"{usage.tokens_per_s:.0f} tokens/s"] if usage.tokens_per_s else []
-    return [*speed, f"first token after {usage.prefill_s:.2f} s"]
+def _speed(finished: Finished) -> list[str]:
+    speed = finished.usage.tokens_per_s
+    return [*([f"{speed:.0f} tokens/s"] if speed else []), first_token(finished)]
+
+
+def first_token(finished: Finished) -> str:
+    """How long an answer's first token took, or how long there was none."""
+    usage = finished.usage
+    none = finished.finish_reason == "time" and not usage.output_tokens
+    return f"no token within {usage.prefill_s:.2f} s" if none else f"first token after {usage.prefill_s:.2f} s"
 
 
 def print_layers(report: CalibrationReport) -> None:

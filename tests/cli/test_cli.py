@@ -303,6 +303,13 @@ def test_what_ended_an_answer_is_told_with_what_helps(
     assert capsys.readouterr().err == f"[cut: the answer may have 64 tokens ({words})]\n"
 
 
+def test_an_answer_without_a_token_is_not_told_one() -> None:
+    """An answer whose time was up while its prompt was read says what it waited for."""
+    read = Usage(input_tokens=5000, reused_tokens=0, prefill_s=2.0)
+    assert "no token within 2.00 s" in render.status_line(9, 99, 0, Finished("", "time", read))
+    assert "first token after 2.00 s" in render.status_line(9, 99, 0, Finished("", "stop", read))
+
+
 def test_no_save_saves_nothing(chat_model: ConvertedModel, tmp_path: Path) -> None:
     """Not even what has a name, and what is gone on with stays as it was."""
     talk = ("chat", chat_model.folder, "--context", 256, "--max-new-tokens", 4, "--session", "talk")

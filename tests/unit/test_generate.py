@@ -478,6 +478,8 @@ def test_a_time_limit_ends_an_answer_anywhere(monkeypatch: pytest.MonkeyPatch, l
     assert finished.finish_reason == "time"
     assert finished.text == text_of(events) == SAID[: len(finished.text)]
     assert (finished.text == "") == (limit_s < 4)
+    assert finished.usage.prefill_s > min(limit_s, 4), "reading took time, whether or not it came to a token"
+    assert (finished.usage.decode_s > 0) == (finished.text != "")
     assert timeline.tokens == [*prompt.tokens, *TOKENIZER.encode(SAID)][: len(timeline.tokens)]
     assert (len(timeline.tokens) >= len(prompt.tokens)) == (limit_s > 4)
 
