@@ -151,7 +151,7 @@ class Service:
             events = ask(wait_s=self.options.max_wait_s)
             return await Answer(events, shape, parser, self.metrics).respond(request, call)
         except EdgeKVError as error:
-            raise problem_of(error) from error
+            raise problem_of(error, call.prompt_field) from error
 
 
 def make_app(runtime: AsyncRuntime, options: ServeOptions) -> Starlette:
@@ -208,8 +208,11 @@ async def _problem(request: Request, problem: Problem) -> Response:
 
 async def _http_problem(request: Request, error: HTTPException) -> Response:
     path = request.url.path
-    message = {404: f"There is nothing at {path}.", 405: f"{path} does not take {request.method}."}
-    problem = Problem(error.status_code, message.get(error.status_code, error.detail), "not_found")
+    told = {
+        404: (f"There is nothing at {path}.", "not_found"),
+        405: (f"{path} does not take {request.method}.", "method_not_allowed"),
+    }
+    problem = Problem(error.status_code, *told.get(error.status_code, (error.detail, "invalid_request")))
     return JSONResponse(problem.body(), problem.status, error.headers)
 
 

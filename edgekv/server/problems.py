@@ -52,11 +52,11 @@ def refused(message: str, param: str | None = None, code: str = "invalid_value")
     return Problem(400, message, code, param)
 
 
-def problem_of(error: EdgeKVError) -> Problem:
-    """What an error of the runtime is to a client."""
+def problem_of(error: EdgeKVError, prompt_field: str = "messages") -> Problem:
+    """What an error of the runtime is to a client, who gave the prompt in a field of that name."""
     if isinstance(error, ContextOverflow):
         numbers = {"input_tokens": error.input_tokens, "max_allowed": error.max_allowed}
-        return Problem(400, error.told_client, "context_length_exceeded", "messages", **numbers)
+        return Problem(400, error.told_client, "context_length_exceeded", prompt_field, **numbers)
     if isinstance(error, Busy):
         return Problem(429, str(error), "queue_full") if error.full else Problem(503, str(error), "queue_timeout")
     if isinstance(error, TemplateError):

@@ -62,6 +62,11 @@ class Call:
     forced: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that the prompt was given in."""
+        return "messages" if self.messages else "prompt"
+
 
 class Fields:
     """A JSON object whose fields are taken one by one; what is left at the end is refused. null is absent."""
@@ -168,6 +173,7 @@ def text_call(data: Any) -> Call:
             raise refused("prompt must be one string: send one request a prompt.", "prompt", "unsupported_value")
         prompt = prompt[0]
     if (top := fields.take("logprobs", int, "a whole number")) is not None:
+        _check_sampling("logprobs", "top_logprobs", top)
         common["sampling"]["top_logprobs"] = top
     fields.finish()
     return Call(**common, prompt=prompt)
@@ -330,7 +336,10 @@ def _tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> dict[str, Any]:
     if isinstance(choice, dict):
         form = Fields(choice, "tool_choice")
         form.one_of("type", ("function",))
-        name = Fields(form.need("function", dict, "an object"), "tool_choice.function").need("name", str, "a string")
+        function = Fields(form.need("function", dict, "an object"), "tool_choice.function")
+        name = function.need("name", str, "a string")
+        function.finish()
+        form.finish()
         if name not in names:
             raise refused(f"tool_choice names {name!r}, which is not among the tools.", "tool_choice")
         return {"tools": tools, "forced": (name,)}

@@ -325,6 +325,8 @@ REFUSED = [
     ({}, {"response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
     ({}, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "objekt"),
     ({}, {"tool_choice": "required"}, "there are no tools"),
+    ({}, {"tool_choice": {"function": {"name": "f"}, "strict": True}}, "tool_choice.strict is not supported"),
+    ({}, {"tool_choice": {"function": {"name": "f", "x": 1}}}, "tool_choice.function.x is not supported"),
     ({"messages": []}, {}, "messages is empty"),
     ({"messages": [{"role": "king", "content": "x"}]}, {}, "messages[0].role is 'king'"),
     ({"messages": [{"role": "user"}]}, {}, "messages[0].content is missing"),
@@ -349,6 +351,18 @@ class TestRefusals:
             assert "or begin a new conversation. Whoever runs this server" in caught.value.message
             assert caught.value.body["input_tokens"] > 2400  # type: ignore[index]
 
+    def test_a_plain_prompt_is_refused_in_its_own_terms(self, client: openai.OpenAI) -> None:
+        """A completion has a prompt and logprobs, no messages and no top_logprobs."""
+        for options, param, words in (
+            ({"prompt": "word " * 500}, "prompt", "2048"),
+            ({"prompt": "x", "logprobs": 30}, "logprobs", "logprobs is 30"),
+            ({"prompt": "x", "logprobs": -1}, "logprobs", "logprobs is -1"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words) as caught:
+                client.completions.create(model="tiny-chat", **options)
+            assert caught.value.param == param
+            assert "top_logprobs" not in caught.value.message
+
     @pytest.mark.parametrize(("changes", "extra", "words"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
     def test_bad_fields_by_name(self, url: str, changes: dict, extra: dict, words: str) -> None:
         """400 with one sentence."""
@@ -372,6 +386,7 @@ class TestRefusals:
         for status, answer in answers.items():
             assert answer.status_code == status
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert [answers[status].json()["error"]["code"] for status in (404, 405)] == ["not_found", "method_not_allowed"]
 
     def test_only_this_machines_names_and_pages(self, url: str) -> None:
         """A page elsewhere, or a name that was pointed here, is turned away (no key is set)."""
