@@ -42,8 +42,8 @@ def listen(options: ServeOptions) -> socket.socket:
         bound.bind((options.host, options.port))
         bound.listen()  # from now on clients wait, and are not refused
         return bound
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, UnicodeError) as error:
+        reason = "it is no host name" if isinstance(error, UnicodeError) else error.strerror or error
         raise InvalidOption(f"Cannot listen on {options.host} port {options.port}: {reason}; choose others.") from None
 
 

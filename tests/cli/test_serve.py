@@ -61,6 +61,16 @@ def test_a_network_address_needs_a_key() -> None:
     assert "no-such-model" in other.stderr
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".org", "no-such-host.invalid"])
+def test_what_is_no_address_is_refused(host: str) -> None:
+    """One sentence and exit code 2, before any model is looked for."""
+    command = [sys.executable, "-m", "edgekv", "serve", "no-such-model", "--host", host, "--api-key", "long-enough"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: Cannot listen on {host} port 8080: ")
+    assert refused.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
