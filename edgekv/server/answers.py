@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -42,15 +42,19 @@ class Answer:
         self._called = False
         self._finished: Finished | None = None
 
-    async def respond(self, request: Request, call: Call) -> Response:
+    async def respond(self, request: Request, call: Call, begun: Callable[[], None]) -> Response:
         """The response, whole or as a stream.
+
+        Args:
+            begun: called when the prompt has been accepted.
 
         Raises:
             EdgeKVError: the prompt is refused, or the answer failed before anything was sent.
         """
         try:
+            await _while_connected(request, self._events.begin())
+            begun()
             if call.stream:
-                await _while_connected(request, self._events.begin())
                 lines = self._lines(include_usage=call.include_usage)
                 return StreamingResponse(lines, media_type="text/event-stream", headers=STREAM_HEADERS)
             return JSONResponse(await _while_connected(request, self._whole()))

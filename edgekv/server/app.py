@@ -149,7 +149,8 @@ class Service:
     ) -> Response:
         try:
             events = ask(wait_s=self.options.max_wait_s)
-            return await Answer(events, shape, parser, self.metrics).respond(request, call)
+            keep = partial(self._dialogues.keep, call.session_id)
+            return await Answer(events, shape, parser, self.metrics).respond(request, call, keep)
         except EdgeKVError as error:
             raise problem_of(error, call.prompt_field) from error
 

@@ -479,6 +479,25 @@ class TestLimits:
                 assert time.monotonic() < patience
 
 
+def test_a_refused_request_pushes_no_conversation_out(chat_model: ConvertedModel) -> None:
+    """One conversation is kept, and it still is after another's prompt that does not fit."""
+    with serving(chat_model.folder, max_sessions=1) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+
+        def ask(words: str, **extra: str) -> int:
+            messages = [{"role": "user", "content": words}]
+            reply = client.chat.completions.create(model="tiny-chat", messages=messages, max_tokens=1, extra_body=extra)
+            assert reply.usage is not None
+            return int(reply.usage.model_extra["reused_tokens"])  # type: ignore[index]
+
+        ask("please " * 20, session_id="a")
+        for name in ("b", "c"):
+            with pytest.raises(openai.BadRequestError, match="tokens"):
+                ask("word " * 200, session_id=name)
+        ask("something else")
+        assert ask("please " * 20, session_id="a") > 100
+        assert httpx.get(f"{url}/v1/state").json()["sessions"] == 1
+
+
 def test_a_failure_in_the_middle_is_told(chat_model: ConvertedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that fails: an error event that the client raises, or 500; and the next answer is right."""
     runtime = edgekv.load(chat_model.folder, memory="4GiB", context=256, threads=1)
