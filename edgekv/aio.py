@@ -105,6 +105,11 @@ class AsyncRuntime:
         work = partial(self.runtime.precheck, messages, **options)
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
+    def end(self, error: Exception) -> None:
+        """End all answers, begun or waiting: whoever reads one is given this error, and none of it is made any more."""
+        for stream in tuple(self._line):
+            stream.end(error)
+
     async def close(self) -> None:
         """End all answers and free the engine. Closing twice is fine."""
         if not self._closed:
@@ -231,6 +236,12 @@ class AsyncEvents(AsyncIterator[Event]):
         if not self.begun:
             self._queue.put_nowait(None)
             self._settle()
+
+    def end(self, error: Exception) -> None:
+        """Drop the answer and tell whoever reads it why, now, whatever the worker is in the middle of."""
+        self._refusal = error
+        self._queue.put_nowait(error)
+        self.drop()
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:

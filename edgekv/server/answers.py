@@ -20,7 +20,7 @@ from edgekv.aio import AsyncEvents
 from edgekv.errors import EdgeKVError
 from edgekv.generate import Event, Finished, PrefillProgress, TextDelta, TokenScored, Usage
 from edgekv.server.metrics import Metrics
-from edgekv.server.problems import problem_of
+from edgekv.server.problems import Problem, problem_of
 from edgekv.server.replies import Piece, Shape
 from edgekv.server.requests import Call
 from edgekv.text.toolcalls import CallParser, ToolCall
@@ -49,7 +49,7 @@ class Answer:
             begun: called when the prompt has been accepted.
 
         Raises:
-            EdgeKVError: the prompt is refused, or the answer failed before anything was sent.
+            EdgeKVError, Problem: the prompt is refused, or the answer failed before anything was sent.
         """
         try:
             await _while_connected(request, self._events.begin())
@@ -76,6 +76,8 @@ class Answer:
         try:
             async for line in self._chunks(include_usage=include_usage):
                 yield line
+        except Problem as problem:
+            yield _data(problem.body())
         except EdgeKVError as error:
             yield _data(problem_of(error).body())
         except (asyncio.CancelledError, GeneratorExit):
@@ -129,14 +131,23 @@ class Answer:
 
     def _reason(self) -> str:
         """OpenAI's word for why the answer has ended; an answer whose time was up was cut as one that was too long."""
-        assert self._finished is not None, "an answer that nobody stopped ends with Finished"
+        reason = self._end().finish_reason
         if self._called:
             return "tool_calls"
-        return "stop" if self._finished.finish_reason == "stop" else "length"
+        return "stop" if reason == "stop" else "length"
 
     def _usage(self) -> Usage:
-        assert self._finished is not None, "as above"
-        return self._finished.usage
+        return self._end().usage
+
+    def _end(self) -> Finished:
+        """How the answer has ended.
+
+        Raises:
+            Problem: it was dropped.
+        """
+        if self._finished is None:
+            raise Problem(503, "The answer was ended before it was complete: ask again.", "answer_ended")
+        return self._finished
 
 
 class ClientGone(Exception):

@@ -1,8 +1,8 @@
 """Conversations by `session_id`: each has a place at the cache of its own, the least recently used ones are forgotten.
 
 A client still sends the whole conversation; the name only says whose it is, so that its cache waits (edgekv/parking.py)
-while others have their turn. One that has been forgotten is read again, and answered the same. A request that is refused
-pushes nobody out.
+while others have their turn. One that has been forgotten is read again, and answered the same. Who is refused pushes
+nobody out.
 """
 
 from __future__ import annotations

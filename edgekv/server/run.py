@@ -21,12 +21,16 @@ from edgekv.aio import AsyncRuntime
 from edgekv.errors import InvalidOption
 from edgekv.server.app import make_app
 from edgekv.server.options import ServeOptions
+from edgekv.server.problems import Problem
 
 MAX_HEADER_BYTES = 32 * 1024
 KEEP_ALIVE_S = 30
 MAX_CONNECTIONS = 256
 END_S = 10
-"""How long answers may go on when the server is told to end."""
+"""How long answers may go on when the server is told to end. uvicorn cancels then what still runs, and calls that an
+exception of the application's, so:"""
+TOLD_S, LEFT_S = 1.0, 0.5
+"""So long before, clients are told that there is no more; connections that are still open then are closed."""
 
 
 def listen(options: ServeOptions) -> socket.socket:
@@ -68,7 +72,32 @@ def make_server(runtime: AsyncRuntime, options: ServeOptions) -> uvicorn.Server:
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=END_S,
     )
-    return uvicorn.Server(config)
+    return _EndingServer(config, runtime)
+
+
+class _EndingServer(uvicorn.Server):
+    """uvicorn's, which ends in an orderly manner though answers take longer than it waits."""
+
+    def __init__(self, config: uvicorn.Config, runtime: AsyncRuntime) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = Problem(503, "The server is ending: ask again when it is back.", "server_ending")
+        loop = asyncio.get_running_loop()
+        clocks = (
+            loop.call_later(END_S - TOLD_S, self._runtime.end, ending),
+            loop.call_later(END_S - LEFT_S, self._leave),
+        )
+        try:
+            await super().shutdown(sockets)
+        finally:
+            for clock in clocks:
+                clock.cancel()
+
+    def _leave(self) -> None:
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
 
 
 class _TimedProtocol(H11Protocol):

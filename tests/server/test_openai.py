@@ -7,8 +7,9 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from helpers.serving import serving, serving_runtime
 from helpers.tools import HERMES, LLAMA
 
 import edgekv
+from edgekv.aio import AsyncEvents
 from edgekv.engines.cached import CachedEngine
+from edgekv.generate import Event, Finished
 from edgekv.model.converted import ConvertedModel
+from edgekv.server import run
 
 USER = [{"role": "user", "content": "Hello there"}]
 CHAT = {"model": "tiny-chat", "messages": USER}
@@ -451,12 +455,7 @@ class TestLimits:
 
     def test_the_queue(self, keyed: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
         """While one is answered, one waits (and is told when it has waited too long), and the next is refused."""
-        forward = CachedEngine.forward
-
-        def slow(*arguments: Any, **options: Any) -> Any:
-            time.sleep(0.05)  # a few tokens are then longer than anyone waits
-            return forward(*arguments, **options)
-
+        slow = slowed(CachedEngine.forward, 0.05)  # a few tokens are then longer than anyone waits
         monkeypatch.setattr(CachedEngine, "forward", slow)
         first = keyed.completions.create(model="tiny-chat", prompt="Go", max_tokens=1900, stream=True, seed=1)
         next(iter(first))
@@ -521,6 +520,63 @@ def test_a_failure_in_the_middle_is_told(chat_model: ConvertedModel, monkeypatch
             client.chat.completions.create(**CHAT, max_tokens=8)
         assert caught.value.code == "engine_error"
         assert client.chat.completions.create(**CHAT, max_tokens=8).choices[0].message.content == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_end_of_the_server_is_told(
+    chat_model: ConvertedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stream: bool
+) -> None:
+    """Answers that would take too long are ended shortly before the server is, whether they have begun or wait: as an
+    event, or as 503. Whoever has not asked yet is let go. Nothing of it is an exception in a log."""
+    monkeypatch.setattr(run, "END_S", 2)
+    monkeypatch.setattr(CachedEngine, "forward", slowed(CachedEngine.forward, 0.05))
+    with ThreadPoolExecutor(3) as pool, ExitStack() as clients, socket.socket() as quiet:
+        with serving(chat_model.folder, context=2048) as url:
+            client = clients.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0))
+            ask = partial(client.chat.completions.create, **CHAT, max_tokens=1900)
+            first = pool.submit(lambda: list(ask(stream=True)) if stream else ask())
+            while not httpx.get(f"{url}/v1/state").json()["requests_running"]:
+                time.sleep(0.005)
+            waiting = [pool.submit(ask, stream=streamed) for streamed in (False, True)]
+            host, port = url.removeprefix("http://").split(":")
+            quiet.connect((host, int(port)))
+            quiet.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            quiet.sendall(b"Content-Length: 10\r\n\r\n")
+            while httpx.get(f"{url}/v1/state").json()["requests_waiting"] < 2:
+                time.sleep(0.005)
+        errors = [job.exception() for job in (first, *waiting)]
+        assert [getattr(error, "code", error) for error in errors] == ["server_ending"] * 3
+        assert [getattr(error, "status_code", None) for error in errors] == [None if stream else 503, 503, 503]
+        quiet.settimeout(5)
+        with suppress(ConnectionResetError):
+            assert quiet.recv(4096) == b""
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_without_an_end_is_told(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """Events that stop without Finished, as those of an answer that was dropped: an error, no complete answer."""
+    following = AsyncEvents.__anext__
+
+    async def cut(events: AsyncEvents) -> Event:
+        event = await following(events)
+        if isinstance(event, Finished):
+            raise StopAsyncIteration
+        return event
+
+    monkeypatch.setattr(AsyncEvents, "__anext__", cut)
+    with pytest.raises(openai.APIError, match="ended before it was complete"):
+        list(client.chat.completions.create(**CHAT, max_tokens=4, stream=stream))
+
+
+def slowed(forward: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """An engine's `forward` that takes its time."""
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return forward(*arguments, **options)
+
+    return slow
 
 
 def test_a_closed_socket_ends_the_answer(chat_model: ConvertedModel) -> None:
