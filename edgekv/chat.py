@@ -224,7 +224,10 @@ class Chat:
             self._lot.park(before, ChatState(self.timeline.save(copy=False), self._known))
         self._seated = weakref.ref(seat)
         if parked is not None:
-            self._load(parked)
+            try:
+                self._load(parked)
+            except OSError:  # its file cannot be read: then its words are read again
+                self._clear()
 
     def _load(self, state: ChatState) -> None:
         self._known = EncodedText()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from helpers.chat import make_chat_model
 from safetensors import safe_open
 
 import edgekv
+from edgekv import parking
 from edgekv.errors import SessionError, StorageError
 from edgekv.generate import Finished, TextDelta
 from edgekv.kv.scales import read_scales, write_scales
@@ -21,7 +25,7 @@ from edgekv.model.converted import ConvertedModel, open_converted, write_descrip
 from edgekv.parking import ParkingLot
 from edgekv.session import Session
 from edgekv.session_file import read_info, read_session, write_session
-from edgekv.session_state import SessionState
+from edgekv.session_state import ChatState, SessionState
 from edgekv.session_store import SessionStore
 
 Load = Callable[..., edgekv.Runtime]
@@ -292,16 +296,106 @@ def test_the_disk_has_a_limit(load: Load) -> None:
     assert sessions[1]._dialogue.seat.parked is None
 
 
-def test_pinned_rows_are_parked_once(load: Load) -> None:
-    """Sessions with the same system prompt share its rows; what each has of its own is counted."""
+class FullDisk(io.FileIO):
+    """A file on a disk that has no room for it."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_costs_a_reading(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found when rows are parked, however few they are, and not when they are needed."""
     runtime = load()
-    lot = runtime.chat_state._lot
+    runtime.chat_state._lot = lot = ParkingLot(0)
+
+    def opened(dir: object) -> io.BufferedRandom:
+        return io.BufferedRandom(FullDisk(tmp_path / "full", "w+"), buffer_size=1 << 20)
+
+    monkeypatch.setattr(parking, "tempfile", SimpleNamespace(TemporaryFile=opened))
+    first, second = (talk(runtime, temperature=0.0) for _ in range(2))
+    answer, _ = say(first, "Hello")
+    say(second, "Something else")
+    assert first._dialogue.seat.parked is None
+    assert lot.disk_bytes == 0
+    first.undo()
+    assert say(first, "Hello")[0] == answer
+
+
+@pytest.mark.parametrize("how", ["cut", "broken"])
+def test_parked_rows_that_cannot_be_read_cost_a_reading(load: Load, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A disk that fails, or a file that has become shorter: the words are read again, through evictions, too."""
+    questions = [f"This is question {number} of a talk" for number in range(12)]
+    runtime = load()
+    runtime.chat_state._lot = ParkingLot(0)
+    first, second = (talk(runtime, temperature=0.0) for _ in range(2))
+    for text in questions:
+        say(first, text)
+    assert runtime.chat_state.timeline.window.evicted > 0
+    say(second, "Something else")
+    parked = first._dialogue.seat.parked
+    assert parked is not None
+    file = parked.timeline.engine.values._tail._file  # type: ignore[attr-defined]
+    if how == "cut":
+        os.ftruncate(file.fileno(), 100)
+    else:
+        monkeypatch.setattr(parking._Filed, "__getitem__", broken)
+    del parked, file
+    _, usage = say(first, "And on")
+    assert usage.reused_tokens == 0
+    monkeypatch.undo()
+    _, again = say(first, "And on")
+    assert again.reused_tokens > 0
+
+
+def broken(*arguments: Any) -> None:
+    """A disk that fails."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_pinned_rows_are_within_the_limits(load: Load) -> None:
+    """System prompts that nobody shares are counted like all other rows, in memory and on the disk; the answers are the
+    same wherever they waited."""
+    prompts = [f"{name} has a long system prompt of its own here." for name in ("Anna", "Bert", "Carl", "Dora")]
+    said, one = [], 0
+    for memory_bytes in (1 << 30, 60_000, 20_000, 0):
+        runtime = load()
+        runtime.chat_state._lot = lot = ParkingLot(memory_bytes)
+        sessions = [talk(runtime, system=prompt, temperature=0.0) for prompt in prompts]
+        said.append([say(session, text) for text in ("Hello", "And on") for session in sessions])
+        parked = [session._dialogue.seat.parked for session in sessions[:-1]]
+        held = [part for state in parked if state for part in parts_of(state)]
+        in_memory = sum(part.size_bytes for part in held if isinstance(part, parking._Kept))
+        assert in_memory == lot.memory_bytes <= memory_bytes
+        one = one or in_memory
+        assert in_memory + lot.disk_bytes == one > 60_000
+        assert (in_memory > 0) == (memory_bytes > 0)
+    texts = [[text for text, _ in answers] for answers in said]
+    reused = [[usage.reused_tokens for _, usage in answers] for answers in said]
+    assert texts[1:] == texts[:1] * 3
+    assert reused[1:] == reused[:1] * 3
+    assert min(reused[0][4:]) > 50
+
+
+def parts_of(state: ChatState) -> list[Any]:
+    """The pinned and the other rows, of keys and of values."""
+    engine = state.timeline.engine
+    return [getattr(rows, part) for rows in (engine.keys, engine.values) for part in ("_head", "_tail")]
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 0])
+def test_pinned_rows_are_parked_once(load: Load, memory_bytes: int) -> None:
+    """Sessions with the same system prompt share its rows, in memory and on the disk."""
+    runtime = load()
+    runtime.chat_state._lot = lot = ParkingLot(memory_bytes)
     sessions = [talk(runtime, system="One and the same long system prompt for everybody.") for _ in range(4)]
     for session in sessions:
         say(session, "Hello")
     assert len(lot._heads) == 2, "keys and values"
     parked = [session._dialogue.seat.parked for session in sessions[:3]]
     assert len({id(state.timeline.engine.keys._head) for state in parked if state}) == 1
+    held = {id(part): part.size_bytes for state in parked if state for part in parts_of(state)}
+    assert len(held) == 2 * (1 + 3)
+    assert lot.memory_bytes + lot.disk_bytes == sum(held.values())
 
 
 def test_the_store(load: Load, tmp_path: Path) -> None:
