@@ -251,6 +251,27 @@ class TestInTheBrowser:
         assert stored(page)[2]["content"] == "short"
         page.complaints.clear()  # the browser logs every 400
 
+    def test_stopped_before_it_began(self, page: Page, url: str) -> None:
+        """A message that nothing was said to is in the box again: a conversation has no two questions in a row."""
+        page.open(url)
+        ready(page)
+        long = {"model": "tiny-chat", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1900}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=long | {"stream": True}) as other:
+            next(other.iter_lines())
+            say(page, "Hello")
+            page.wait("document.getElementById('stop').hidden === false")
+            page.press("Escape", 27)
+            ready(page)
+            assert stored(page) == []
+            assert "stopped" in page.text()
+            assert page.run("document.getElementById('text').value") == "Hello"
+        page.run("document.getElementById('max-tokens').value = 3")
+        page.run("document.querySelector('.meta button').click()")
+        page.wait("document.querySelector('.assistant .body').textContent.length > 1")
+        ready(page)
+        assert [message["role"] for message in stored(page)] == ["user", "assistant"]
+        assert count(page, "#log > li") == 2
+
     def test_a_new_chat_in_the_middle_of_an_answer(self, page: Page, url: str) -> None:
         """The answer that was being made is no part of the new conversation."""
         page.open(url)

@@ -174,14 +174,16 @@ async function answer() {
     done(item, made);
   } catch (error) {
     if (messages !== asked) return;
-    if (controller.signal.aborted) stopped(item, made);
-    else if (made.text) failed(item, error);
-    else refused(item, asked, error);
+    const onRetry = made.text ? retry : send;
+    if (!made.text) takeBack(item, asked);
+    if (controller.signal.aborted) stopped(item, made, onRetry);
+    else failed(item, error, onRetry);
   } finally {
     clearInterval(timer);
     item.classList.remove("busy");
     busy(null);
-    if (made.text && messages === asked) remember([...asked, { role: "assistant", content: made.text }]);
+    const answered = made.text || made.reason;
+    if (answered && messages === asked) remember([...asked, { role: "assistant", content: made.text }]);
     showState().catch(() => {});
   }
 }
@@ -222,9 +224,9 @@ function done(item, made) {
   say("The answer is complete.");
 }
 
-function stopped(item, made) {
+function stopped(item, made, onRetry) {
   if (!made.text) fill(item, "…");
-  describe(item, "stopped");
+  describe(item, "stopped", onRetry);
   say("Stopped.");
 }
 
@@ -239,14 +241,13 @@ function failed(item, error, onRetry) {
 
 /** A message that got no answer leaves the conversation, or it would be refused with every later one: its text is in
  * the box again, to be changed or sent as it is. */
-function refused(item, asked, error) {
+function takeBack(item, asked) {
   const box = $("text");
   remember(asked.slice(0, -1));
   box.value = [asked.at(-1).content, box.value].filter(Boolean).join("\n\n");
   fit();
   item.previousElementSibling?.remove();
-  item.classList.add("refused");
-  failed(item, error, send);
+  item.classList.add("unanswered");
   box.focus();
 }
 
@@ -255,7 +256,7 @@ function send() {
   if (!text || running) return;
   $("text").value = "";
   fit();
-  document.querySelectorAll("#log > .refused").forEach((item) => item.remove());
+  document.querySelectorAll("#log > .unanswered").forEach((item) => item.remove());
   remember([...messages, { role: "user", content: text }]);
   turn("user", text);
   answer();
