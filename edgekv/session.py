@@ -1,20 +1,26 @@
 """One dialogue over a chat's cache.
 
 It holds the messages, and after every answer, finished or interrupted, the text that was shown is what is remembered.
+Whatever reads or changes the messages ends an answer that is still being made, whoever holds its stream: when that is
+dropped later it changes nothing any more.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from edgekv.chat import Chat, ChatRequest, Dialogue, Events
 from edgekv.errors import InvalidOption
-from edgekv.generate import Finished, NotedDown, PrefillProgress, TextDelta
+from edgekv.generate import Event, Finished, NotedDown, PrefillProgress, TextDelta
 from edgekv.notes import Notepad, Task, next_task
 from edgekv.sampling import SamplingOptions
 from edgekv.session_file import CacheIdentity, read_session, write_session
@@ -23,8 +29,34 @@ from edgekv.text.precheck import LengthReport, Overflow
 from edgekv.text.template import Message
 
 
+class Recorded(Generator[Event, None, None]):
+    """An answer that its session records. Closed before its first event it closes what it would have passed on, which a
+    generator that never started does not."""
+
+    def __init__(self, recording: Events, events: Events) -> None:
+        self._recording, self._events = recording, events
+
+    @property
+    def state(self) -> str:
+        """As `inspect.getgeneratorstate` names it."""
+        return getgeneratorstate(self._recording)
+
+    def send(self, value: None) -> Event:
+        """The next event."""
+        return self._recording.send(value)
+
+    def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Event:
+        """Raise in the stream, which ends it."""
+        return self._recording.throw(kind if value is None else value)
+
+    def close(self) -> None:
+        """End the answer; what was shown of it is remembered."""
+        self._recording.close()
+        self._events.close()
+
+
 class Session:
-    """One dialogue.
+    """One dialogue, for one thread at a time.
 
     Args:
         chat: the cache it runs on. system: the system prompt. sampling, overflow: defaults of every answer.
@@ -38,6 +70,7 @@ class Session:
         self.overflow: Overflow = overflow
         self.messages: list[Message] = []
         self._pad = Notepad()
+        self._answer: Callable[[], Recorded | None] = lambda: None  # weak: one that is dropped ends
         self._dialogue = Dialogue(self.sampling.seed)
         if system:
             self.set_system(system)
@@ -49,6 +82,7 @@ class Session:
 
     def set_system(self, text: str) -> None:
         """Set, change or (with an empty text) remove the system prompt."""
+        self._end_answer()
         rest = self.messages[1:] if self.system else self.messages
         self.messages = [Message(role="system", content=text), *rest] if text else rest
 
@@ -67,17 +101,22 @@ class Session:
         """Say something and stream the answer. If the text is refused, the conversation is as it was.
 
         Raises:
-            ContextOverflow: the text does not fit. TemplateError: the template refuses it.
+            ContextOverflow: the text does not fit. TemplateError: the template refuses it. InvalidOption: another
+            thread is in the answer before, which would have to end.
         """
+        self._end_answer()
         messages = [*self.messages, Message(role="user", content=text)]
         chosen = sampling or self.sampling
         if chosen.seed is not None and chosen.seed != self.sampling.seed:
             self._dialogue.random = np.random.default_rng(chosen.seed)
         if self.overflow == "summarise":
             self.precheck(text, chosen).require()
-            return self._record(messages, self._with_notes(messages, chosen))
-        events = self._chat.stream(self._request(messages, chosen, self.overflow))
-        return self._record(messages, events)
+            events = self._with_notes(messages, chosen)
+        else:
+            events = self._chat.stream(self._request(messages, chosen, self.overflow))
+        answer = Recorded(self._record(messages, events), events)
+        self._answer = weakref.ref(answer)
+        return answer
 
     @property
     def last_question(self) -> str:
@@ -86,16 +125,19 @@ class Session:
         return said[-1] if said else ""
 
     def undo(self) -> bool:
-        """Take back the last exchange; False if there is none."""
+        """Take back the last exchange, also one that is still being answered; False if there is none."""
+        before = self.messages
+        if self._end_answer() and self.messages is before:  # nothing was shown, so there is nothing more to take back
+            return True
         last = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=-1)
         if last >= 0:
-            self._chat.stop()
             del self.messages[last:]
             self._pad = self._pad.without(self.messages)
         return last >= 0
 
     def reset(self) -> None:
         """Forget the dialogue; the system prompt stays."""
+        self._end_answer()
         self._chat.reset(self._dialogue)
         self._pad = Notepad()
         self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
@@ -107,6 +149,7 @@ class Session:
             StorageError: it cannot be written; what was there is untouched. InvalidOption: the cache has no identity.
         """
         identity = self._identity()
+        self._end_answer()
         with self._chat.exclusive():
             return write_session(Path(path), self._state(), identity, self._chat.timeline.engine.kv.capacity)
 
@@ -122,11 +165,27 @@ class Session:
         """
         identity, kv = (None, None) if reread else (self._identity(), self._chat.timeline.engine.kv)
         state = read_session(Path(path), identity, kv)
+        self._end_answer()
         with self._chat.exclusive():
             self._chat.restore(self._dialogue, state.chat)
         self.messages, self.sampling, self.overflow = list(state.messages), state.sampling, state.overflow
         self._dialogue.random.bit_generator.state = state.random
         self._pad = Notepad(state.note, state.noted)
+
+    def _end_answer(self) -> bool:
+        """End the answer that is being made, so that what was shown of it is remembered now and nothing later; False if
+        there is none.
+
+        Raises:
+            InvalidOption: another thread is in it.
+        """
+        answer = self._answer()
+        if answer is None or answer.state == GEN_CLOSED:
+            return False
+        if answer.state == GEN_RUNNING:
+            raise InvalidOption("Another thread reads this session's answer just now: close that stream first.")
+        answer.close()
+        return True
 
     def _identity(self) -> CacheIdentity:
         if self._chat.identity is None:
