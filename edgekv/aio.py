@@ -5,9 +5,9 @@
             ...
 
 One thread owns the runtime and makes the answers, in the order they were asked for; the loop only passes events on. An
-answer that nobody wants any more (its task was cancelled, its stream closed) is dropped from the line, or ends between
-two events, with the cache left as after any interrupt. `max_waiting` bounds the line, `wait_s` the time in it: both
-raise `Busy`, and nothing has run then.
+answer that nobody wants any more (its task was cancelled, its stream closed, or dropped as by a `break`) leaves the
+line or ends between two events, with the cache left as after any interrupt. `max_waiting` bounds the line, `wait_s` the
+time in it: both raise `Busy`, and nothing has run then.
 
 The thread does not wait for the reader: an answer's events are kept until they are read, at most one answer's worth.
 """
@@ -43,7 +43,7 @@ class AsyncRuntime:
     def __init__(self, runtime: Runtime, *, max_waiting: int | None = None) -> None:
         self.runtime, self.max_waiting = runtime, max_waiting
         self._worker = ThreadPoolExecutor(1, "edgekv")
-        self._line: set[AsyncEvents] = set()
+        self._line: set[_Answer] = set()
         self._closed = False
 
     @classmethod
@@ -65,7 +65,7 @@ class AsyncRuntime:
     @property
     def waiting(self) -> int:
         """How many answers have been asked for and have not begun."""
-        return sum(not stream.begun for stream in self._line)
+        return sum(not answer.begun for answer in self._line)
 
     @property
     def running(self) -> int:
@@ -115,10 +115,10 @@ class AsyncRuntime:
         if not self._closed:
             self._closed = True
             line = tuple(self._line)
-            for stream in line:  # all of them before any is waited for: none of those that wait may begin
-                stream.drop()
-            for stream in line:
-                await stream.aclose()
+            for answer in line:  # all of them before any is waited for: none of those that wait may begin
+                answer.drop()
+            for answer in line:
+                await answer.settled.wait()
             await asyncio.get_running_loop().run_in_executor(self._worker, self.runtime.close)
             self._worker.shutdown()
 
@@ -126,9 +126,9 @@ class AsyncRuntime:
         self._check_open()
         if self.max_waiting is not None and len(self._line) > self.max_waiting:
             raise Busy(f"{self.waiting} requests wait for an answer, which is the most: try again later.", full=True)
-        stream = AsyncEvents(start, wait_s, self._line)
-        self._worker.submit(stream.work)
-        return stream
+        answer = _Answer(start, wait_s, self._line)
+        self._worker.submit(answer.work)
+        return AsyncEvents(answer)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -136,21 +136,18 @@ class AsyncRuntime:
 
 
 class AsyncEvents(AsyncIterator[Event]):
-    """One answer on its way from the worker to the loop. `aclose` (or cancelling the reader) ends it."""
+    """One answer's events. `aclose`, cancelling the reader, or dropping it ends the answer.
 
-    def __init__(self, start: Callable[[], Events], wait_s: float | None, line: set[AsyncEvents]) -> None:
-        self._start, self._wait_s, self._line = start, wait_s, line
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()  # None: the end
-        self._unwanted = threading.Event()
-        self._begun, self._settled = asyncio.Event(), asyncio.Event()
-        self._refusal: BaseException | None = None
-        line.add(self)
+    Only its readers hold it: neither the worker nor the line does.
+    """
+
+    def __init__(self, answer: _Answer) -> None:
+        self._answer = answer
 
     @property
     def begun(self) -> bool:
         """Whether the answer has been begun, or refused."""
-        return self._begun.is_set()
+        return self._answer.begun
 
     async def begin(self) -> None:
         """Wait until the prompt has been accepted and its reading begins.
@@ -158,6 +155,50 @@ class AsyncEvents(AsyncIterator[Event]):
         Raises:
             Busy: that took longer than `wait_s`. What `Runtime.stream` raises: the prompt is refused.
         """
+        await self._answer.begin()
+
+    async def __anext__(self) -> Event:
+        return await self._answer.next()
+
+    async def aclose(self) -> None:
+        """End the answer, and wait until the cache is settled."""
+        self.drop()
+        await self._answer.settled.wait()
+
+    def drop(self) -> None:
+        """Nobody wants the answer any more. If it has not begun it leaves the line now, and never begins."""
+        self._answer.drop()
+
+    async def __aenter__(self) -> AsyncEvents:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        self._answer.drop_from_anywhere()
+
+
+class _Answer:
+    """One answer on its way from the worker to the loop."""
+
+    def __init__(self, start: Callable[[], Events], wait_s: float | None, line: set[_Answer]) -> None:
+        self._start, self._wait_s, self._line = start, wait_s, line
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()  # None: the end
+        self._lock = threading.Lock()  # between the worker that takes it up and the loop that drops it
+        self._unwanted = self._taken_up = False
+        self._begun, self.settled = asyncio.Event(), asyncio.Event()
+        self._refusal: BaseException | None = None
+        line.add(self)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has been begun, or refused."""
+        return self._begun.is_set()
+
+    async def begin(self) -> None:
+        """What `AsyncEvents.begin` does."""
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._begun.wait()
@@ -172,9 +213,14 @@ class AsyncEvents(AsyncIterator[Event]):
         if self._refusal is not None:
             raise self._refusal
 
-    async def __anext__(self) -> Event:
+    async def next(self) -> Event:
+        """The next event.
+
+        Raises:
+            StopAsyncIteration: there is none, or nobody is to have it. What `Runtime.stream` or its events raise.
+        """
         await self.begin()
-        if self._unwanted.is_set():  # what was made in the meantime is not for anybody
+        if self._unwanted:  # what was made in the meantime is not for anybody
             raise StopAsyncIteration
         try:
             item = await self._queue.get()
@@ -186,34 +232,42 @@ class AsyncEvents(AsyncIterator[Event]):
         self._queue.put_nowait(None)  # whoever reads on is told the end again
         raise StopAsyncIteration if item is None else item
 
-    async def aclose(self) -> None:
-        """End the answer, and wait until the cache is settled."""
-        self.drop()
-        await self._settled.wait()
+    def drop(self) -> None:
+        """Nobody wants it any more. Until the worker has taken it up it leaves the line now, and never begins; from
+        then on the worker uses the engine, and tells when it has ended."""
+        with self._lock:
+            self._unwanted, taken_up = True, self._taken_up
+        if not taken_up:
+            self._queue.put_nowait(None)
+            self._settle()
 
-    async def __aenter__(self) -> AsyncEvents:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.aclose()
+    def drop_from_anywhere(self) -> None:
+        """As `drop`, from whatever thread collects garbage, in the middle of whatever it does: no lock is taken."""
+        self._unwanted = True
+        if not self.settled.is_set():
+            self._call(self.drop)
 
     def work(self) -> None:
         """What the worker does: make the answer and hand its events to the loop."""
         try:
-            if not self._unwanted.is_set():
-                self._answer()
+            with self._lock:
+                self._taken_up = not self._unwanted
+            if self._taken_up:
+                self._make()
             self._call(self._queue.put_nowait, None)
         except BaseException as error:  # whatever it is, the reader is to have it
             self._call(self._fail, error)
         finally:
             self._call(self._settle)
 
-    def _answer(self) -> None:
+    def _make(self) -> None:
         events = self._start()
         try:
             self._call(self._begun.set)
+            if self._unwanted:  # meanwhile: not one step is made
+                return
             for event in events:
-                if self._unwanted.is_set():
+                if self._unwanted:
                     break
                 self._call(self._queue.put_nowait, event)
         finally:
@@ -228,14 +282,7 @@ class AsyncEvents(AsyncIterator[Event]):
     def _settle(self) -> None:
         self._line.discard(self)
         self._begun.set()
-        self._settled.set()
-
-    def drop(self) -> None:
-        """Nobody wants the answer any more. If it has not begun it leaves the line now, and never begins."""
-        self._unwanted.set()
-        if not self.begun:
-            self._queue.put_nowait(None)
-            self._settle()
+        self.settled.set()
 
     def end(self, error: Exception) -> None:
         """Drop the answer and tell whoever reads it why, now, whatever the worker is in the middle of."""
@@ -247,7 +294,7 @@ class AsyncEvents(AsyncIterator[Event]):
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop has been closed: nobody reads any more
-            self._unwanted.set()
+            self._unwanted = True
 
 
 async def _last(events: AsyncEvents) -> Reply:
