@@ -13,7 +13,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -37,8 +39,19 @@ class Turn:
     def __init__(self, line: Turns) -> None:
         self._line = line
         self.thread = threading.current_thread()
-        self.begun = threading.Event()
         self.shared = False
+        self._begun: SimpleQueue[None] = SimpleQueue()  # which is made to be put into by whoever collects garbage
+
+    def begin(self) -> None:
+        """Let whoever waits for it go on."""
+        self._begun.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for `begin`, once; False: it has not come."""
+        with suppress(Empty):
+            self._begun.get(timeout=timeout_s)
+            return True
+        return False
 
     def used(self) -> None:
         """Note which thread makes use of it."""
@@ -56,10 +69,15 @@ class Turn:
 
 
 class Turns:
-    """The line: the first in it has its turn."""
+    """The line: the first in it has its turn.
+
+    A stream that is garbage leaves in whatever thread collects it, between any two steps of what that thread does here.
+    So the lock is one that its holder may take again, what is done under it is done in single steps of the interpreter,
+    and nothing with a lock of its own (an Event, a Condition) tells who is first.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a stream that is garbage leaves in whatever thread collects it, even this one
+        self._lock = threading.RLock()
         self._line: deque[Turn] = deque()
 
     def take(self) -> Turn:
@@ -69,16 +87,27 @@ class Turns:
             InvalidOption: it would never come, because this thread holds an unfinished answer itself.
         """
         turn = Turn(self)
-        with self._lock:
-            self._line.append(turn)
-            self._line[0].begun.set()
         try:
-            while not turn.begun.wait(OWN_WAIT_S):
+            with self._lock:
+                self._line.append(turn)
+                self._begin_first()
+            while not turn.wait(OWN_WAIT_S):
                 self._check_other(turn)
         except BaseException:  # Ctrl-C while waiting
             turn.release()
             raise
         return turn
+
+    def leave(self, turn: Turn) -> None:
+        """What `Turn.release` does."""
+        with self._lock:
+            with suppress(ValueError):  # it has left already
+                self._line.remove(turn)
+            self._begin_first()
+
+    def _begin_first(self) -> None:
+        with suppress(IndexError):  # nobody is in line
+            self._line[0].begin()
 
     def _check_other(self, turn: Turn) -> None:
         """Refuse to wait for a turn that nobody but the one who waits can end."""
@@ -89,14 +118,6 @@ class Turns:
                 "This thread waits for an answer that it has begun itself and not read to its end: close that stream "
                 "(stream.close()) or read it to its end before starting another one."
             )
-
-    def leave(self, turn: Turn) -> None:
-        """What `Turn.release` does."""
-        with self._lock:
-            if turn in self._line:
-                self._line.remove(turn)
-            if self._line:
-                self._line[0].begun.set()
 
 
 class TurnEvents(Generator[Event, None, None]):
