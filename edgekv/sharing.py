@@ -2,9 +2,10 @@
 
 A stream has the engine from the call that starts it until it has ended, been closed or been dropped. Meanwhile other
 threads that ask for something wait in line. The thread that loaded the model is the exception, as a person at a prompt
-expects: when it starts another answer, its own earlier one ends. (A pool's threads could not have that: there a thread
-starts one request's answer and others carry it on. So a thread that waits for an answer of its own, which then cannot
-go on, is told so only after a while in which no other thread has touched that answer.)
+expects: when it starts another answer, its own earlier one ends, unless another thread reads that one. (A pool's
+threads could not have that: there a thread starts one request's answer and others carry it on. So a thread that waits
+for an answer of its own, which then cannot go on, is told so only after a while in which no other thread has touched
+that answer.)
 """
 
 from __future__ import annotations
@@ -26,20 +27,16 @@ from edgekv.sampling import SamplingOptions
 from edgekv.text.precheck import LengthReport, Overflow
 
 OWN_WAIT_S = 5.0
-"""How long a thread waits for an answer that it has begun itself and that no other thread has ever touched."""
+"""How long a thread waits for an answer that it has begun itself and that no other thread has in its hands."""
 
 
 class Turn:
-    """A place in the line. `release` may be called from any thread and more than once.
-
-    Attributes:
-        shared: whether another thread than the one that took it has made use of it.
-    """
+    """A place in the line. `release` may be called from any thread and more than once."""
 
     def __init__(self, line: Turns) -> None:
         self._line = line
         self.thread = threading.current_thread()
-        self.shared = False
+        self._others: set[threading.Thread] = set()
         self._begun: SimpleQueue[None] = SimpleQueue()  # which is made to be put into by whoever collects garbage
 
     def begin(self) -> None:
@@ -53,9 +50,16 @@ class Turn:
             return True
         return False
 
+    @property
+    def shared(self) -> bool:
+        """Whether another thread than the one that took it has made use of it, and may again."""
+        return any(_lives(thread) for thread in tuple(self._others))
+
     def used(self) -> None:
         """Note which thread makes use of it."""
-        self.shared = self.shared or threading.current_thread() is not self.thread
+        thread = threading.current_thread()
+        if thread is not self.thread:
+            self._others.add(thread)
 
     def release(self) -> None:
         """Leave; the next in line begins."""
@@ -66,6 +70,12 @@ class Turn:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _lives(thread: threading.Thread) -> bool:
+    with suppress(RuntimeError):  # what a thread that Python did not start says when it has ended
+        return thread.is_alive()
+    return False
 
 
 class Turns:
@@ -128,9 +138,14 @@ class TurnEvents(Generator[Event, None, None]):
         self.thread = turn.thread
 
     @property
+    def shared(self) -> bool:
+        """Whether another thread has it in its hands."""
+        return self._turn.shared
+
+    @property
     def between_events(self) -> bool:
         """Whether it goes on, and this thread alone reads it: then nobody uses the engine just now."""
-        own = self.thread is threading.current_thread() and not self._turn.shared
+        own = self.thread is threading.current_thread() and not self.shared
         return own and getgeneratorstate(self._events) != GEN_CLOSED
 
     def send(self, value: None) -> Event:
@@ -191,9 +206,10 @@ class SharedChat(Chat):
         return self._in_turn(lambda: super(SharedChat, self).stream_text(text, sampling, overflow))
 
     def stop(self) -> None:
-        """End this thread's own answer, if it is the thread that loaded the model."""
+        """End this thread's own answer, if it is the thread that loaded the model and alone reads it."""
         current = self._stream()
-        if current is not None and current.thread == self._home == threading.current_thread():
+        at_home = threading.current_thread() is self._home
+        if current is not None and current.thread is self._home and at_home and not current.shared:
             current.close()
 
     def exclusive(self) -> Turn:

@@ -182,6 +182,39 @@ class TestThreads:
         thread.join(60)
         assert texts == [alone[1]]
 
+    def test_an_answer_in_another_threads_hands_is_waited_for(
+        self, runtime: edgekv.Runtime, alone: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The thread that loaded the model begins it and asks for the next one: the reader has it whole first."""
+        monkeypatch.setattr(sharing, "OWN_WAIT_S", 0.02)
+        stream = runtime.stream(ask(0), max_new_tokens=20)
+        reading, order = threading.Event(), []
+
+        def read() -> None:
+            text = ""
+            for event in stream:
+                text += event.text if isinstance(event, edgekv.TextDelta) else ""
+                reading.set()
+                time.sleep(0.02)
+            order.append(text)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        reading.wait(60)
+        order.append(runtime.chat(ask(1), max_new_tokens=20).text)
+        thread.join(60)
+        assert order == alone[:2]
+
+    def test_an_answer_whose_other_reader_is_gone_ends(self, runtime: edgekv.Runtime, alone: list[str]) -> None:
+        """Nobody would ever end it but the thread that begins the next one."""
+        stream = runtime.stream(ask(0), max_new_tokens=20)
+        thread = threading.Thread(target=next, args=(stream,))
+        thread.start()
+        thread.join(60)
+        assert runtime.precheck(ask(1)).fits
+        assert runtime.chat(ask(1), max_new_tokens=20).text == alone[1]
+        assert list(stream) == []
+
     def test_a_refusal_gives_the_turn_back(self, runtime: edgekv.Runtime) -> None:
         """The next one does not wait for a prompt that was refused."""
         with pytest.raises(edgekv.ContextOverflow):
