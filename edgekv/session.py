@@ -88,8 +88,9 @@ class Session:
 
     def precheck(self, text: str, sampling: SamplingOptions | None = None) -> LengthReport:
         """What sending this text would do to the cache; nothing is run."""
-        messages = self._pad.view([*self.messages, Message(role="user", content=text)])
-        policy: Overflow = "window" if self.overflow == "summarise" else self.overflow
+        messages, policy = [*self.messages, Message(role="user", content=text)], self.overflow
+        if policy == "summarise":
+            messages, policy = self._pad.view(messages), "window"
         return self._chat.precheck(self._request(messages, sampling or self.sampling, policy))
 
     @property

@@ -15,6 +15,7 @@ from edgekv.generate import Event, Evicted, Finished, NotedDown
 from edgekv.model.converted import ConvertedModel
 from edgekv.notes import HEADING, OWN_WORDS, Notepad, Task
 from edgekv.session import Session
+from edgekv.text.precheck import Overflow
 from edgekv.text.template import Message
 
 CAPACITY = 1024
@@ -102,6 +103,23 @@ def test_undo_reset_save_and_load(runtime: edgekv.Runtime, tmp_path: Path) -> No
     list(session.send("Once more"))
     session.reset()
     assert session.note == ""
+
+
+@pytest.mark.parametrize("overflow", ["error", "window"])
+def test_a_note_is_for_summaries_alone(runtime: edgekv.Runtime, overflow: Overflow) -> None:
+    """A session that goes on with another policy sends every word again, and what it tells before is about these."""
+    session, _ = talk(runtime, 25)
+    assert session.note
+    session.overflow = overflow
+    report = session.precheck("And now?")
+    if overflow == "error":
+        assert not report.fits
+        with pytest.raises(edgekv.ContextOverflow, match=f"{report.input_tokens} tokens"):
+            session.send("And now?")
+    else:
+        *_, last = session.send("And now?")
+        assert isinstance(last, Finished)
+        assert last.usage.input_tokens == report.input_tokens
 
 
 def test_stopping_while_a_note_is_made(runtime: edgekv.Runtime) -> None:
