@@ -20,6 +20,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
@@ -200,7 +201,7 @@ def read_info(path: Path) -> SessionInfo:
 
 def _write(file: BinaryIO, metadata: dict[str, str], small: Mapping[str, Array], engine: EngineState) -> str:
     """The safetensors layout: the header's size, the header, the tensors one after another."""
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {"__metadata__": {key: _encodable(value) for key, value in metadata.items()}}
     end = 0
     for name, shape, dtype in _layout(small, engine):
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -271,16 +272,30 @@ def _check_room(path: Path, timeline: TimelineState, kv: KVSpec) -> None:
         )
 
 
-def _read(path: Path, *, with_cache: bool) -> SessionState:
-    from safetensors import safe_open
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file as safetensors' own reader has it.
 
-    with safe_open(path, framework="np") as file:
+    Raises:
+        SessionError: that refuses it, or a tensor is asked for that it does not have.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file
+    except SafetensorError as error:
+        raise SessionError(f"{path} is not a session that edgekv wrote ({error}).") from None
+
+
+def _read(path: Path, *, with_cache: bool) -> SessionState:
+    with _opened(path) as file:
         metadata = file.metadata()
         dialogue = json.loads(file.get_tensor("dialogue").tobytes().decode("utf-8", "surrogatepass"))
         tokens = tuple(file.get_tensor("tokens").tolist())
         gone, ids = (ids_array(file.get_tensor(name).tolist()) for name in ("gone", "text.ids"))
         starts = offsets_array(file.get_tensor("text.starts").tolist())
-        layers = sum(name.startswith("k.") for name in file.keys()) if with_cache else 0  # noqa: SIM118
+        layers = _layers(set(file.keys())) if with_cache else 0
     angles = metadata["pinned_angles"]
     if angles not in get_args(PinnedAngles):
         raise ValueError(f"pinned angles {angles}")
@@ -297,6 +312,15 @@ def _read(path: Path, *, with_cache: bool) -> SessionState:
     return SessionState.from_dialogue(dialogue, chat if with_cache else ChatState.empty())
 
 
+def _layers(names: set[str]) -> int:
+    """How many layers there are rows of, each with its keys and its values."""
+    found = {name for name in names if name.startswith(("k.", "v."))}
+    count = (len(found) + 1) // 2
+    if missing := sorted({f"{part}.{layer}" for part in "kv" for layer in range(count)} - found):
+        raise ValueError(f"it has no {missing[0]}")
+    return count
+
+
 class _FileRows(Sequence[Array]):
     """The rows of each layer, read from the file when they are asked for."""
 
@@ -307,12 +331,15 @@ class _FileRows(Sequence[Array]):
         return len(self._layers)
 
     def __getitem__(self, layer: Any) -> Any:
-        from safetensors import safe_open
-
-        with safe_open(self._path, framework="np") as file:
+        with _opened(self._path) as file:
             return file.get_tensor(f"{self._part}.{self._layers[layer]}")
 
 
 def _title(state: SessionState) -> str:
     first = next((message["content"] for message in state.messages if message["role"] == "user"), "")
     return " ".join(first.split())[:80]
+
+
+def _encodable(text: str) -> str:
+    """A text as safetensors' reader takes it: half of a surrogate pair is written out."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -17,7 +17,8 @@ from helpers.chat import make_chat_model
 from safetensors import safe_open
 
 import edgekv
-from edgekv import parking
+from edgekv import parking, session_file
+from edgekv.cli import run
 from edgekv.errors import SessionError, StorageError
 from edgekv.generate import Finished, TextDelta
 from edgekv.kv.scales import read_scales, write_scales
@@ -229,6 +230,58 @@ def test_damage_is_found(load: Load, tmp_path: Path) -> None:
     with pytest.raises(SessionError, match="not a session"):
         read_session(Path(__file__).parents[1] / "data" / "llama-fp16" / "model.safetensors", None)
     session.load(path)
+
+
+@pytest.mark.parametrize("name", ["tokens", "text.starts", "dialogue", "k.0", "v.0", "k.1", "v.1"])
+def test_a_missing_tensor_is_told(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also when all the rest is whole, checksum and all; and nothing has changed."""
+    runtime = load()
+    session, path = talk(runtime), tmp_path / "talk"
+    say(session, "Hello")
+    write, rows = session_file._write, session_file._rows
+
+    def write_others(file: Any, metadata: Any, small: dict[str, Any], engine: Any) -> str:
+        return write(file, metadata, {key: array for key, array in small.items() if key != name}, engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_file, "_write", write_others)
+        patch.setattr(session_file, "_rows", lambda engine: [item for item in rows(engine) if item[0] != name])
+        session.save(path)
+    messages, tokens = list(session.messages), runtime.chat_state.timeline.tokens
+    with pytest.raises(SessionError, match="not a session that edgekv wrote"):
+        session.load(path)
+    assert (session.messages, runtime.chat_state.timeline.tokens) == (messages, tokens)
+
+
+def test_half_a_character_in_a_title(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Words from a JSON file may hold half of a surrogate pair: the file is one that safetensors' own reader takes."""
+    session, path = talk(load()), SessionStore(tmp_path).path("d")
+    path.parent.mkdir()
+    session.messages = [{"role": "user", "content": "Half \ud83d of it"}, {"role": "assistant", "content": "\ude00"}]
+    session.save(path)
+    assert read_info(path).title == "Half \\ud83d of it"
+    with safe_open(path, framework="np") as file:
+        assert "tokens" in file.keys()  # noqa: SIM118
+    again = talk(load())
+    again.load(path)
+    assert again.messages == session.messages
+    assert run(["sessions", "show", "d", "--home", str(tmp_path)]) == 0
+    assert "user: Half \\ud83d of it" in capsys.readouterr().out
+
+
+def test_a_header_that_safetensors_refuses(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As earlier versions wrote for such a title: one sentence."""
+    session, store = talk(load()), SessionStore(tmp_path)
+    store.folder.mkdir()
+    session.messages = [{"role": "user", "content": "Half \ud83d of it"}]
+    monkeypatch.setattr(session_file, "_encodable", lambda text: text)
+    session.save(store.path("d"))
+    with pytest.raises(SessionError, match="not a session that edgekv wrote"):
+        session.load(store.path("d"))
+    assert run(["sessions", "show", "d", "--home", str(tmp_path)]) == 2
+    assert "not a session" in capsys.readouterr().err
 
 
 def test_a_failed_save_keeps_the_old(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
