@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from edgekv.errors import EdgeKVError
+from edgekv.errors import EdgeKVError, StorageError
 
 
 class Background:
@@ -29,7 +29,8 @@ class Background:
         """Until nothing is under way.
 
         Raises:
-            EdgeKVError, OSError: what the task failed with; told once.
+            EdgeKVError, OSError: what the task failed with, told once; any other failure as the cause of a
+            StorageError.
         """
         if self._thread is not None:
             self._thread.join()
@@ -43,3 +44,6 @@ class Background:
             task()
         except (EdgeKVError, OSError) as error:
             self._error = error
+        except Exception as error:  # a bug or no memory: whoever waits is to be told, and there is nobody here to tell
+            self._error = StorageError(f"Saving ended with {error!r}.")
+            self._error.__cause__ = error

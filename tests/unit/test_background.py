@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from edgekv.cli.background import Background
+from edgekv.cli.chat import ChatLoop
 from edgekv.errors import StorageError
 
 
@@ -38,3 +39,31 @@ def test_a_failure_is_told_once() -> None:
     with pytest.raises(StorageError, match="full"):
         background.wait()
     background.wait()
+
+
+@pytest.mark.parametrize(("error", "words"), [(MemoryError(), "MemoryError"), (KeyError("x"), r"KeyError\('x'\)")])
+def test_any_other_failure_is_told_too(error: Exception, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """As one of those that whoever waits knows, with its cause; the thread itself prints nothing."""
+    background = Background()
+
+    def fail() -> None:
+        raise error
+
+    background.start(fail)
+    with pytest.raises(StorageError, match=words) as told:
+        background.wait()
+    assert told.value.__cause__ is error
+    background.wait()
+    assert capfd.readouterr().err == ""
+
+
+def test_the_chat_tells_that_it_has_not_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the reason."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    loop = ChatLoop(None, None, as_json=False)
+    loop._saving.start(fail)
+    loop.settle()
+    assert "[not saved: " in capsys.readouterr().err
