@@ -107,8 +107,8 @@ class AsyncRuntime:
 
     def end(self, error: Exception) -> None:
         """End all answers, begun or waiting: whoever reads one is given this error, and none of it is made any more."""
-        for stream in tuple(self._line):
-            stream.end(error)
+        for answer in tuple(self._line):
+            answer.end(error)
 
     async def close(self) -> None:
         """End all answers and free the engine. Closing twice is fine."""
@@ -241,6 +241,13 @@ class _Answer:
             self._queue.put_nowait(None)
             self._settle()
 
+    def end(self, error: Exception) -> None:
+        """Drop it and tell whoever reads it why, now, whatever the worker is in the middle of."""
+        self._refusal = error
+        self._queue.put_nowait(error)
+        self.drop()
+        self._begun.set()
+
     def drop_from_anywhere(self) -> None:
         """As `drop`, from whatever thread collects garbage, in the middle of whatever it does: no lock is taken."""
         self._unwanted = True
@@ -283,12 +290,6 @@ class _Answer:
         self._line.discard(self)
         self._begun.set()
         self.settled.set()
-
-    def end(self, error: Exception) -> None:
-        """Drop the answer and tell whoever reads it why, now, whatever the worker is in the middle of."""
-        self._refusal = error
-        self._queue.put_nowait(error)
-        self.drop()
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:

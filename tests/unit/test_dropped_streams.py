@@ -165,3 +165,23 @@ def test_a_prompt_that_is_being_taken_is_waited_for(dropping: bool) -> None:
         assert (shared.waiting, shared.running, endless.open, endless.steps) == (0, 0, 0, 0)
 
     run(scenario)
+
+
+def test_an_end_is_told_while_a_prompt_is_being_taken() -> None:
+    """Whoever waits for the answer to begin has the error at once, though the worker is not done."""
+
+    async def scenario(shared: AsyncRuntime, endless: EndlessRuntime) -> None:
+        inside, go = threading.Event(), threading.Event()
+        endless.starting = lambda: (inside.set(), go.wait(10))
+        stream = shared.stream(HELLO)
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.to_thread(inside.wait, 10)
+        shared.end(RuntimeError("the end"))
+        with pytest.raises(RuntimeError, match="the end"):
+            await asyncio.wait_for(reading, 1)
+        assert (shared.waiting, shared.running) == (0, 1)
+        go.set()
+        await stream.aclose()
+        assert (shared.waiting, shared.running, endless.steps) == (0, 0, 0)
+
+    run(scenario)
