@@ -86,6 +86,10 @@ class Session:
         rest = self.messages[1:] if self.system else self.messages
         self.messages = [Message(role="system", content=text), *rest] if text else rest
 
+    def restart_random(self) -> None:
+        """Begin the random stream anew, with the seed of `sampling`."""
+        self._dialogue.random = np.random.default_rng(self.sampling.seed)
+
     def precheck(self, text: str, sampling: SamplingOptions | None = None) -> LengthReport:
         """What sending this text would do to the cache; nothing is run."""
         messages, policy = [*self.messages, Message(role="user", content=text)], self.overflow

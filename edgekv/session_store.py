@@ -7,11 +7,12 @@ NAME.asked         a question whose answer is being made; it outlives a killed p
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,20 @@ from edgekv.session_file import SUFFIX, SessionInfo, read_info
 
 _ASKED = ".asked"
 _NAME = re.compile(r"\w[\w.-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked last, kept until its answer is saved."""
+
+    text: str = ""
+    after: int = 0  # messages before it, the system prompt not counted
+    model: str = ""
+
+    def is_open(self, messages: int) -> bool:
+        """Whether a conversation of so many messages lacks its answer: a process may end between saving that and
+        forgetting the question."""
+        return bool(self.text) and messages <= self.after
 
 
 @dataclass(frozen=True)
@@ -40,20 +55,21 @@ class SavedSession:
         return self.path.exists()
 
     @property
-    def asked(self) -> str:
-        """The question that was being answered when a process ended, or ''."""
+    def question(self) -> Question:
+        """The one that was kept last; an empty one if there is none."""
         try:
-            return self._question.read_text("utf-8")
-        except (OSError, UnicodeDecodeError):
-            return ""
+            return Question(**json.loads(self._question.read_text("utf-8")))
+        except (OSError, ValueError, TypeError):
+            return Question()
 
-    def ask(self, text: str) -> None:
-        """Keep a question until its answer is saved, or with '' no more."""
-        if text:
-            with atomic_file(self._question, private=True) as part:
-                part.write_text(text, "utf-8", "replace")
-        else:
-            self._question.unlink(missing_ok=True)
+    def ask(self, question: Question) -> None:
+        """Keep a question until its answer is saved."""
+        with atomic_file(self._question, private=True) as part:
+            part.write_text(json.dumps(asdict(question)), "utf-8")
+
+    def forget_question(self) -> None:
+        """Keep it no longer."""
+        self._question.unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
         """Delete what a killed process left half-written. The caller has the conversation to itself."""
@@ -63,7 +79,7 @@ class SavedSession:
     def remove(self) -> None:
         """Delete it."""
         self.path.unlink(missing_ok=True)
-        self.ask("")
+        self.forget_question()
 
     @property
     def _question(self) -> Path:
@@ -83,10 +99,23 @@ class SessionStore:
         Raises:
             SessionError: the name cannot be one, or another process has it open.
         """
-        saved = SavedSession(self.path(name))
-        with exclusive(self.folder / f".{name}.lock", lambda: _taken(name)):
+        saved, lock = SavedSession(self.path(name)), self.folder / f".{name}.lock"
+        with exclusive(lock, lambda: _taken(name)):
             saved.remove_leftovers()
-            yield saved
+            try:
+                yield saved
+            finally:
+                if name not in self.names():
+                    with suppress(OSError):  # Windows keeps what is open
+                        lock.unlink(missing_ok=True)
+
+    def to_read(self, name: str) -> SavedSession:
+        """One conversation that stays as it is; another process may have it open, since files are replaced whole.
+
+        Raises:
+            SessionError: the name cannot be one.
+        """
+        return SavedSession(self.path(name))
 
     def path(self, name: str) -> Path:
         """Where a conversation of that name is.
@@ -106,8 +135,17 @@ class SessionStore:
         """
         path = self.path(name)
         if not path.exists():
-            raise SessionError(f"There is no session {name!r} in {self.folder}: `edgekv sessions list` shows them.")
+            raise self._unknown(name)
         return path
+
+    def require(self, name: str) -> None:
+        """Refuse to go on with a conversation of which nothing is kept, not even a question.
+
+        Raises:
+            SessionError: there is none of that name.
+        """
+        if not self.path(name).exists() and name not in self._questions():
+            raise self._unknown(name)
 
     def list(self) -> list[SessionInfo]:
         """All that can be read, newest first."""
@@ -123,15 +161,16 @@ class SessionStore:
         return tuple(sorted({path.stem for path in kept}))
 
     def newest(self, model: str) -> str:
-        """The name of the last conversation with a model of that name.
+        """The name of the last conversation with a model of that name; its first question may have no answer yet.
 
         Raises:
             SessionError: there is none.
         """
-        for info in self.list():
-            if info.identity.name == model:
-                return info.path.stem
-        raise self._none(f"with {model} ")
+        found = [(info.saved_at, info.path.stem) for info in self.list() if info.identity.name == model]
+        found += [(at, name) for name, (question, at) in self._questions().items() if question.model == model]
+        if not found:
+            raise self._none(f"with {model} ")
+        return max(found)[1]
 
     def require_any(self) -> None:
         """Refuse to go on where nothing is saved.
@@ -139,7 +178,7 @@ class SessionStore:
         Raises:
             SessionError: there is no conversation with any model.
         """
-        if not self.list():
+        if not self.list() and not self._questions():
             raise self._none("")
 
     def new_name(self, model: str) -> str:
@@ -149,6 +188,19 @@ class SessionStore:
         taken = {path.stem for path in self.folder.glob(f"*{SUFFIX}")}
         taken |= {path.stem.removeprefix(".") for path in self.folder.glob(".*.lock")}
         return next(name for name in (base, *(f"{base}-{n}" for n in range(2, 1000))) if name not in taken)
+
+    def _questions(self) -> dict[str, tuple[Question, float]]:
+        """By name the questions that began a conversation and never had an answer, and when they were asked."""
+        found = {}
+        for path in self.folder.glob(f"[!.]*{_ASKED}"):
+            with suppress(OSError):
+                saved = SavedSession(path.with_suffix(SUFFIX))
+                if saved.question.text and not saved.exists:
+                    found[saved.name] = saved.question, path.stat().st_mtime
+        return found
+
+    def _unknown(self, name: str) -> SessionError:
+        return SessionError(f"There is no session {name!r} in {self.folder}: `edgekv sessions list` shows them.")
 
     def _none(self, kind: str) -> SessionError:
         return SessionError(f"There is no saved conversation {kind}in {self.folder}: begin one without --continue.")

@@ -26,7 +26,8 @@ from edgekv.model import catalog, recommended
 from edgekv.options import LoadOptions, home_of
 from edgekv.sampling import SamplingOptions
 from edgekv.session_file import SUFFIX, read_info
-from edgekv.session_store import SavedSession, SessionStore
+from edgekv.session_store import Question, SavedSession, SessionStore
+from edgekv.text.precheck import Overflow
 from edgekv.units import format_bytes
 
 HELP = """\
@@ -39,6 +40,9 @@ HELP = """\
 /save FILE     write the conversation and its cache (NAME.json: only the words)
 /load FILE     go on with one
 /quit          leave (Ctrl-D too); Ctrl-C stops an answer"""
+
+UNSAVED, INTERRUPTED = 2, 130
+"""Exit codes: the answer is there and could not be kept; Ctrl-C."""
 
 _DEFAULTS: dict[str, Any] = {"overflow": "window"}
 """Where the chat's own differ."""
@@ -67,7 +71,7 @@ class Keeping:
         if self.session is not None:
             store.path(self.session)
         if self.resume:
-            store.require_any() if self.session is None else store.existing(self.session)
+            store.require_any() if self.session is None else store.require(self.session)
 
     def name(self, store: SessionStore, model: str) -> str:
         """What the conversation is called, or '' if it is not kept: one that is typed is, one from a pipe or of a
@@ -80,9 +84,11 @@ class Keeping:
 
     def open(self, stack: ExitStack, store: SessionStore, model: str) -> SavedSession | None:
         """The conversation's place, or None if it is not kept. Where nothing can be written, one that nobody named goes
-        on without."""
+        on without, and one that is only read goes on as it is."""
         try:
             name = self.name(store, model)
+            if self.no_save:
+                return store.to_read(name) if name else None
             return stack.enter_context(store.open(name)) if name else None
         except StorageError as error:
             if self.session or self.resume:
@@ -110,7 +116,7 @@ def command(model: str, prompt: str | None, system: str | None, as_json: bool, *
     --prompt asks is saved with --session or --continue only.
     """
     keeping = Keeping.taken_from(values, once=prompt is not None)
-    sampling = given(SamplingOptions, values)
+    sampling, overflow = given(SamplingOptions, values), values.get("overflow")
     options = LoadOptions(**(_DEFAULTS | given(LoadOptions, values)))
     SamplingOptions(**sampling)  # refused before anything is downloaded, converted or loaded, as is what follows
     store = SessionStore(home_of(options))
@@ -122,10 +128,12 @@ def command(model: str, prompt: str | None, system: str | None, as_json: bool, *
         loop = ChatLoop(runtime, session, as_json=as_json, saved=saved)
         stack.callback(loop.settle)
         if saved is not None and saved.exists:
-            loop.resume(reread=keeping.reread, sampling=sampling, system=system)
+            loop.resume(reread=keeping.reread, sampling=sampling, system=system, overflow=overflow)
+        loop.take_question()
         if keeping.no_save:
             loop.saved = None
-        return loop.run() if text is None else loop.answer(text)
+        code = loop.run() if text is None else loop.answer(text)
+        return code if loop.settle() else code or UNSAVED
 
 
 def _with_pipe(prompt: str) -> str:
@@ -148,20 +156,29 @@ class ChatLoop:
     _asked: str = ""  # the last question, if it has no answer in the conversation
     _saving: Background = field(default_factory=Background)
 
-    def resume(self, *, reread: bool, sampling: dict[str, Any], system: str | None) -> None:
+    def resume(self, *, reread: bool, sampling: dict[str, Any], system: str | None, overflow: Overflow | None) -> None:
         """Go on with a saved conversation; options that were typed win over those it was saved with."""
         assert self.saved is not None, "there is a file to go on with"
         self.session.load(self.saved.path, reread=reread)
         self.session.sampling = replace(self.session.sampling, **sampling)
+        if "seed" in sampling:
+            self.session.restart_random()
+        if overflow is not None:
+            self.session.overflow = overflow
         if system is not None:
             self.session.set_system(system)
         count = sum(message["role"] == "user" for message in self.session.messages)
         render.note(f"[going on with {self.saved.name}: {count} question{'s' * (count != 1)} so far]")
-        if asked := self.saved.asked:
-            render.note(f"[not answered when edgekv ended: {render.shortened(asked)} - /retry asks it again]")
+
+    def take_question(self) -> None:
+        """Have the question ready that was being answered when a process ended."""
+        question = Question() if self.saved is None else self.saved.question
+        if question.is_open(self._said):
+            self._asked = question.text
+            render.note(f"[not answered when edgekv ended: {render.shortened(question.text)} - /retry asks it again]")
 
     def run(self) -> int:
-        """Until the input ends; returns the exit code."""
+        """Until the input ends; returns the exit code. Ctrl-C ends a pipe; one with a refused line is no success."""
         interactive = sys.stdin.isatty()
         if interactive:
             self._greet()
@@ -171,15 +188,17 @@ class ChatLoop:
             if text in ("/quit", "/exit"):
                 break
             if text.startswith("/"):
-                code = self._guarded(lambda command=text: self._command(command))
+                code = self._guarded(lambda command=text: self._command(command)) or code
             elif text:
-                code = self._guarded(lambda message=text: self.answer(message))
+                code = self._guarded(lambda message=text: self.answer(message)) or code
+            if code == INTERRUPTED and not interactive:
+                break
         return 0 if interactive else code
 
     def answer(self, text: str) -> int:
-        """Send one message and print the answer."""
+        """Send one message and print the answer; what was shown of it is kept, however it ends."""
         report = self.session.precheck(text).require()
-        if not self.as_json:
+        if not self.as_json and self.session.overflow != "summarise":  # which tells what it noted down
             render.print_forecast(report)
         self._asked = text
         self._ask(text)
@@ -197,22 +216,27 @@ class ChatLoop:
                         break
         finally:
             events.close()
-            if len(self.session.messages) > known:
+            grown = len(self.session.messages) > known
+            if grown:
                 self._asked = ""
-        printer.end()
-        self._save_now()
+                self._save_now()
+            printer.end()
+        if not grown:
+            self._save_now()
         if self.last is not None and not self.as_json:
             plan = self.runtime.plan
             whole = plan.kv.holds_all_of(plan.spec.max_context)
             render.print_limit(self.last, self.session.sampling, self.session.overflow, whole=whole)
         if render.console.is_terminal and not self.as_json:
             render.note(self._status() if self.last else "[stopped] " + self._status())
-        return 0 if self.last else 130
+        return 0 if self.last else INTERRUPTED
 
-    def settle(self) -> None:
-        """Wait for a save that is under way."""
+    def settle(self) -> bool:
+        """Wait for a save that is under way. Whether it succeeded; if not, why is told."""
         with _telling():
             self._saving.wait()
+            return True
+        return False
 
     def _save_now(self) -> None:
         """Save the conversation where it is kept, while its user reads; only then its question is no longer open."""
@@ -222,7 +246,7 @@ class ChatLoop:
 
         def save() -> None:
             self.session.save(saved.path)
-            saved.ask("")
+            saved.forget_question()
 
         self.settle()
         self._saving.start(save)
@@ -231,7 +255,12 @@ class ChatLoop:
         """Keep a question until its answer is saved."""
         if self.saved is not None:
             with _telling():
-                self.saved.ask(text)
+                self.saved.ask(Question(text, self._said, self.runtime.model.description.name))
+
+    @property
+    def _said(self) -> int:
+        """Messages of the conversation, the system prompt not counted."""
+        return sum(message["role"] != "system" for message in self.session.messages)
 
     def _status(self) -> str:
         window = self.runtime.chat_state.timeline.window
@@ -248,8 +277,8 @@ class ChatLoop:
     def _guarded(self, action: Any) -> int:
         """Run one line, when the save before it has ended; a refusal is printed and the conversation goes on, as it
         does when someone at the keyboard is impatient with Ctrl-C."""
-        self.settle()
         try:
+            self.settle()
             return int(action() or 0)
         except (EdgeKVError, OSError) as error:
             if isinstance(error, BrokenPipeError):
@@ -260,7 +289,7 @@ class ChatLoop:
             if not sys.stdin.isatty():
                 raise
             render.note("\n[stopped]")
-            return 130
+            return INTERRUPTED
 
     def _command(self, line: str) -> None:
         name, _, rest = line[1:].partition(" ")
@@ -289,13 +318,19 @@ class ChatLoop:
         render.note("[taken back]" if done else "[nothing to take back]")
 
     def _retry(self) -> None:
-        kept = self.saved.asked if self.saved is not None else ""
-        asked = self._asked or kept or self.session.last_question
+        asked, before = self._asked or self.session.last_question, list(self.session.messages)
         if not asked:
             raise InvalidOption("There is no question to ask again.")
-        if not self._asked and asked == self.session.last_question:
-            self.session.undo()
-        self.answer(asked)
+        if self._asked:
+            self.answer(asked)
+            return
+        self.session.undo()
+        try:
+            self.answer(asked)
+        finally:
+            if len(self.session.messages) < len(before):  # refused, or stopped before there was anything to keep
+                self.session.messages, self._asked = before, ""
+                self._save_now()
 
     def _system(self, text: str) -> None:
         if text:

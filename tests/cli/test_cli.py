@@ -18,20 +18,23 @@ import pytest
 from helpers.chat import make_chat_model
 from rich.console import Console
 
+from edgekv import cli
 from edgekv.api import load
 from edgekv.cli import COMMANDS, render
-from edgekv.cli.chat import ChatLoop, Keeping
+from edgekv.cli.chat import UNSAVED, ChatLoop, Keeping
 from edgekv.cli.interrupt import Interrupt
 from edgekv.convert import convert
 from edgekv.engines.onnx import native
-from edgekv.errors import StorageError
+from edgekv.errors import EngineError, StorageError
 from edgekv.files import check_writable
 from edgekv.generate import Finished, PrefillProgress, TextDelta, Usage
 from edgekv.kv.scales import read_scales, write_scales
 from edgekv.model.converted import ConvertedModel
 from edgekv.prepare import prepare
 from edgekv.sampling import SamplingOptions
-from edgekv.session_store import SavedSession, SessionStore
+from edgekv.session import Session
+from edgekv.session_file import read_session
+from edgekv.session_store import Question, SavedSession, SessionStore
 from edgekv.text.precheck import Overflow
 
 DATA = Path(__file__).parents[1] / "data" / "llama-fp16"
@@ -87,10 +90,12 @@ def test_a_full_disk_does_not_end_the_chat(
         raise StorageError("Could not write: no space left.")
 
     with load(chat_model.folder, memory="4GiB", context=128) as runtime, SessionStore(tmp_path).open("talk") as saved:
-        monkeypatch.setattr(SavedSession, "ask", full)
+        for name in ("ask", "forget_question"):
+            monkeypatch.setattr(SavedSession, name, full)
         loop = ChatLoop(runtime, runtime.session(max_new_tokens=4), as_json=False, saved=saved)
         assert loop.answer("Hello") == 0
-        loop.settle()
+        assert not loop.settle()
+        assert loop.settle()  # there is nothing more
     printed = capsys.readouterr()
     assert printed.out.strip()
     assert printed.err.count("[not saved: Could not write") == 2
@@ -125,6 +130,88 @@ def test_a_question_that_was_stopped_before_its_answer_is_what_retry_asks(
         assert loop.session.messages[:-2] == before
 
 
+def test_a_refused_retry_takes_nothing_back(chat_model: ConvertedModel) -> None:
+    """The system prompt has become too long for the question."""
+    with load(chat_model.folder, memory="4GiB", context=256) as runtime:
+        loop = ChatLoop(runtime, runtime.session(max_new_tokens=4), as_json=False)
+        for text in ("One", "Two"):
+            loop.answer(text)
+        loop.session.set_system("word " * 300)
+        before = list(loop.session.messages)
+        for _ in range(3):
+            assert loop._guarded(lambda: loop._command("/retry")) == 2
+        assert loop.session.messages == before
+
+
+def test_the_same_words_asked_twice_are_two_questions(
+    chat_model: ConvertedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process ended during the second answer to "go on": /retry asks that one again, and the first stays."""
+    store = SessionStore(tmp_path)
+    with load(chat_model.folder, memory="4GiB", context=256) as runtime:
+        name = runtime.model.description.name
+        with store.open("talk") as saved:
+            loop = ChatLoop(runtime, runtime.session(max_new_tokens=4), as_json=False, saved=saved)
+            loop.answer("go on")
+            loop.settle()
+            saved.ask(Question("go on", 2, name))
+            first = list(loop.session.messages)
+        with store.open("talk") as saved:
+            loop = ChatLoop(runtime, runtime.session(), as_json=False, saved=saved)
+            loop.resume(reread=False, sampling={}, system="Be kind.", overflow=None)
+            loop.take_question()
+            assert 'not answered when edgekv ended: "go on"' in capsys.readouterr().err
+            loop._command("/retry")
+            assert [message["content"] for message in loop.session.messages[1:3]] == [m["content"] for m in first]
+            assert len(loop.session.messages) == 5
+            loop.settle()
+
+
+def test_options_that_are_typed_win_over_saved_ones(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """The policy for a full cache and the seed among them: with that the answer is that of a new conversation."""
+    with load(chat_model.folder, memory="4GiB", context=256) as runtime, SessionStore(tmp_path).open("talk") as saved:
+        fresh = ChatLoop(
+            runtime, runtime.session(max_new_tokens=6, temperature=1.0, seed=5), as_json=False, saved=saved
+        )
+        fresh.answer("Hello")
+        fresh.settle()
+        again = ChatLoop(runtime, runtime.session(), as_json=False, saved=saved)
+        again.resume(reread=False, sampling={"seed": 5}, system=None, overflow="summarise")
+        assert (again.session.overflow, again.session.sampling.temperature) == ("summarise", 1.0)
+        again.session.reset()
+        again.answer("Hello")
+        assert again.session.messages == fresh.session.messages
+        again.settle()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, EngineError])
+def test_what_was_shown_is_saved_however_the_answer_ends(
+    chat_model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    error: type[BaseException],
+) -> None:  # fmt: skip
+    """A second Ctrl-C, a failing engine: the answer's line ends, and the words are in the file."""
+    with load(chat_model.folder, memory="4GiB", context=256) as runtime, SessionStore(tmp_path).open("talk") as saved:
+        loop = ChatLoop(runtime, runtime.session(max_new_tokens=50), as_json=False, saved=saved)
+        show, shown = render.AnswerPrinter.show, []
+
+        def showing(printer: render.AnswerPrinter, event: Any) -> None:
+            show(printer, event)
+            shown.append(isinstance(event, TextDelta))
+            if sum(shown) == 3:
+                raise error("it ended")
+
+        monkeypatch.setattr(render.AnswerPrinter, "show", showing)
+        with pytest.raises(error):
+            loop.answer("Hello")
+        assert loop.settle()
+        words = read_session(saved.path, None).messages
+        assert words == tuple(loop.session.messages)
+        printed = capsys.readouterr().out
+        assert printed.endswith("\n")
+        assert words[-1]["content"] in printed
+        assert saved.question == Question()
+
+
 def test_an_impatient_ctrl_c_ends_the_answer_and_not_the_chat(
     chat_model: ConvertedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +228,9 @@ def test_an_impatient_ctrl_c_ends_the_answer_and_not_the_chat(
         monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
         with pytest.raises(KeyboardInterrupt):
             loop._guarded(lambda: loop.answer("Hello"))
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        monkeypatch.setattr(loop, "settle", interrupted)
+        assert loop._guarded(lambda: 0) == 130, "while the answer before is being saved"
 
 
 def test_what_cannot_be_written_does_not_end_the_chat(chat_model: ConvertedModel) -> None:
@@ -318,9 +408,27 @@ def test_no_save_saves_nothing(chat_model: ConvertedModel, tmp_path: Path) -> No
     assert not file.exists()
     edgekv(*talk, "-p", "Hello", home=tmp_path)
     before = file.read_bytes()
-    result = edgekv(*talk, "--no-save", "-p", "Hello again", home=tmp_path)
+    with SessionStore(tmp_path).open("talk"):  # elsewhere: it is only read
+        result = edgekv(*talk, "--no-save", "-p", "Hello again", home=tmp_path)
     assert "going on with talk: 1 question so far]" in result.stderr
     assert file.read_bytes() == before
+    other = edgekv(*talk[:-1], "other", "--no-save", "-p", "Hello", home=tmp_path)
+    assert "going on" not in other.stderr
+
+
+def test_an_answer_that_cannot_be_kept_is_no_success(
+    chat_model: ConvertedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that names a session relies on it."""
+
+    def full(*arguments: object) -> None:
+        raise StorageError("Could not write: no space left.")
+
+    monkeypatch.setattr(Session, "save", full)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    arguments = ["chat", str(chat_model.folder), "--context", "128", "--max-new-tokens", "4", "-p", "Hello"]
+    assert cli.run([*arguments, "--home", str(tmp_path)]) == 0
+    assert cli.run([*arguments, "--home", str(tmp_path), "--session", "talk"]) == UNSAVED
 
 
 @pytest.mark.parametrize(
@@ -394,7 +502,7 @@ def test_what_cannot_be_read_is_listed_and_deleted(chat_model: ConvertedModel, t
     assert edgekv("sessions", "rm", "alone", home=tmp_path).returncode == 0
     assert "There is no session 'alone'" in refused(edgekv("sessions", "rm", "alone", home=tmp_path))
     assert "3 deleted" in edgekv("sessions", "rm", "--all", home=tmp_path).stderr
-    assert [path.name for path in folder.iterdir() if path.suffix != ".lock"] == []
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -509,7 +617,7 @@ def test_a_conversation_through_a_pipe(chat_model: ConvertedModel, tmp_path: Pat
     commands = ("One", "/nope", "", "/stats", "Two", "/undo", f"/save {saved}", "/reset", f"/load {saved}", "/stats")
     script = "\n".join((*commands, "/system Be kind.", "/quit", "Never"))
     result = edgekv("chat", chat_model.folder, "--context", 256, "--max-new-tokens", 4, "--seed", 1, stdin=script)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 2, result.stderr
     assert "There is no command /nope" in result.stderr
     assert "[taken back]" in result.stderr
     assert "[system prompt: Be kind.]" in result.stderr

@@ -112,9 +112,11 @@ def check_restored(world: World, death: Death, home: Path) -> None:
             assert turns == len(saves) + 1, "renamed into place, and killed before it could say so"
         assert world.runtime.chat_state.timeline.tokens == world.tokens[turns]
         at_rest = [""] if death.delay_s else []  # time enough to finish the save, and no question read yet
-        assert saved.asked in (QUESTIONS[turns], QUESTIONS[turns - 1], *at_rest)
+        question = saved.question
+        assert question.text in (QUESTIONS[turns], QUESTIONS[turns - 1], *at_rest)
+        assert question.is_open(2 * turns) == (question.text == QUESTIONS[turns])
         if death.phase in ("prefill", "decode", "evict"):
-            assert saved.asked == QUESTIONS[turns]
+            assert question.text == QUESTIONS[turns]
         assert ask(session, QUESTIONS[turns]) == world.answers[turns]
 
 

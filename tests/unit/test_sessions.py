@@ -27,7 +27,7 @@ from edgekv.parking import ParkingLot
 from edgekv.session import Session
 from edgekv.session_file import read_info, read_session, write_session
 from edgekv.session_state import ChatState, SessionState
-from edgekv.session_store import SessionStore
+from edgekv.session_store import Question, SessionStore
 
 Load = Callable[..., edgekv.Runtime]
 
@@ -460,7 +460,7 @@ def test_the_store(load: Load, tmp_path: Path) -> None:
         with store.open(name) as saved:
             assert not saved.exists
             session.save(saved.path)
-            saved.ask("Why?")
+            saved.ask(Question("Why?", 2, "tiny-chat"))
             with pytest.raises(SessionError, match="open in another edgekv"), store.open(name):
                 pass
         os.utime(store.path(name), (1, 1 if name == "b" else 2))
@@ -468,14 +468,11 @@ def test_the_store(load: Load, tmp_path: Path) -> None:
     assert store.newest("tiny-chat") == "a"
     (store.folder / ".a.safetensors.x.part").write_bytes(b"left by a killed process")
     with store.open("a") as saved:
-        assert saved.asked == "Why?"
-        saved.ask("")
-        assert saved.asked == ""
+        assert saved.question == Question("Why?", 2, "tiny-chat")
+        saved.forget_question()
+        assert saved.question == Question()
         saved.remove()
-    assert sorted(path.name for path in store.folder.iterdir() if path.suffix != ".lock") == [
-        "b.asked",
-        "b.safetensors",
-    ]
+    assert sorted(path.name for path in store.folder.iterdir()) == [".b.lock", "b.asked", "b.safetensors"]
     assert store.new_name("org/some model").startswith("org-some-model-")
     for name in ("", "../x", ".x", "a/b", "x" * 101):
         with pytest.raises(SessionError, match="cannot name"):
@@ -484,3 +481,32 @@ def test_the_store(load: Load, tmp_path: Path) -> None:
         store.newest("other")
     with pytest.raises(SessionError, match="no session 'a'"):
         store.existing("a")
+
+
+def test_a_question_alone_is_a_conversation(tmp_path: Path) -> None:
+    """A process may end during the first answer. A damaged file is no question."""
+    store = SessionStore(tmp_path)
+    with pytest.raises(SessionError, match="no saved conversation"):
+        store.require_any()
+    with store.open("first") as saved:
+        saved.ask(Question("Why? \ud800", 0, "tiny-chat"))
+    (store.folder / "broken.asked").write_bytes(b"\xff{")
+    (store.folder / "plain.asked").write_text("Why?")
+    store.require_any()
+    store.require("first")
+    assert store.newest("tiny-chat") == "first"
+    with store.open("first") as saved:
+        assert not saved.exists
+        assert saved.question.text == "Why? \ud800"
+    for name in ("broken", "plain", "other"):
+        with pytest.raises(SessionError, match=f"no session '{name}'"):
+            store.require(name)
+    with pytest.raises(SessionError, match="no saved conversation with other"):
+        store.newest("other")
+
+
+@pytest.mark.parametrize(("messages", "is_open"), [(0, True), (4, True), (5, False), (6, False)])
+def test_a_question_with_an_answer_is_not_open(messages: int, is_open: bool) -> None:
+    """It was forgotten too late: the answer was saved before the process ended."""
+    assert Question("Why?", after=4).is_open(messages) == is_open
+    assert not Question("", after=4).is_open(messages)
