@@ -188,22 +188,20 @@ class TestThreads:
         """The thread that loaded the model begins it and asks for the next one: the reader has it whole first."""
         monkeypatch.setattr(sharing, "OWN_WAIT_S", 0.02)
         stream = runtime.stream(ask(0), max_new_tokens=20)
-        reading, order = threading.Event(), []
+        reading, read_there = threading.Event(), []
 
         def read() -> None:
-            text = ""
             for event in stream:
-                text += event.text if isinstance(event, edgekv.TextDelta) else ""
+                read_there.append(event.text if isinstance(event, edgekv.TextDelta) else "")
                 reading.set()
                 time.sleep(0.02)
-            order.append(text)
 
         thread = threading.Thread(target=read)
         thread.start()
         reading.wait(60)
-        order.append(runtime.chat(ask(1), max_new_tokens=20).text)
+        assert runtime.chat(ask(1), max_new_tokens=20).text == alone[1]
+        assert "".join(read_there) == alone[0]
         thread.join(60)
-        assert order == alone[:2]
 
     def test_an_answer_whose_other_reader_is_gone_ends(self, runtime: edgekv.Runtime, alone: list[str]) -> None:
         """Nobody would ever end it but the thread that begins the next one."""
