@@ -10,7 +10,7 @@
 
 A Runtime is one model, one engine and one cache, planned before it loads. Answers run one at a time. Threads may share
 it: each waits for its turn, in the order they asked (edgekv/sharing.py). For event loops there is `AsyncRuntime`. In
-the thread that loaded the model, starting another answer ends the one before.
+the thread that loaded the model, starting another answer ends the one before, unless another thread reads that one.
 """
 
 from __future__ import annotations
