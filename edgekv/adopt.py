@@ -117,8 +117,13 @@ def _spec(foreign: ForeignFolder, adapted: Adapted) -> ModelSpec:
         attention=AttentionSpec(softcap=geometry.softcap, windows=windows if any(windows) else ()),
         tied_embeddings=geometry.tied,
         bos_id=next((number for place in places for number in token_ids(place, "bos_token_id")), None),
-        eos_ids=eos_ids(*places),
+        eos_ids=tuple(sorted({*eos_ids(*places), *_turn_ends(foreign, geometry.vocab_size)})),
     )
+
+
+def _turn_ends(foreign: ForeignFolder, vocab_size: int) -> Iterator[int]:
+    """What the chat template ends turns with."""
+    return (number for number in HubFolder(foreign.root).turn_ends if number < vocab_size)
 
 
 def _config_ropes(config: Mapping[str, Any], head_dim: int) -> Iterator[RopeSpec]:

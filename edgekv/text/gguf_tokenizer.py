@@ -31,6 +31,7 @@ from edgekv.errors import BadCheckpoint, UnsupportedModel
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # GGUF token types; 5 is unused, 6 is a byte
 _PADDING = re.compile(r"\[PAD\d+\]")
 _SPACE = "\u2581"
+_BARE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class GGUFVocab:
         merges: "left right" pairs in order; scores: one a token. Each kind needs one of the two.
         add_bos: what the file says about a leading BOS. Not used here: the chat template decides.
         add_space_prefix: whether SentencePiece's leading space is added; None means yes.
-        special_ids: ids that the metadata names (BOS, EOS, EOT, ...): special whatever their type.
+        special_ids: ids that the metadata names (BOS, EOS, EOT, ...), and marks of turns: special whatever their type.
+        marks_strip: whether special tokens swallow the white space behind them, which GGUF does not store: Phi-3's do,
+            except _BARE (llama.cpp knows it by the model's name).
     """
 
     model: str
@@ -55,6 +58,7 @@ class GGUFVocab:
     add_bos: bool | None = None
     add_space_prefix: bool | None = None
     special_ids: Sequence[int] = ()
+    marks_strip: bool = False
 
     def __post_init__(self) -> None:
         for name in ("types", "scores"):
@@ -86,8 +90,10 @@ def build_tokenizer(vocab: GGUFVocab) -> Any:
             "Use a checkpoint that comes with a tokenizer.json."
         )
     tokenizer = builders[vocab.model](vocab)
-    tokenizer.add_special_tokens([_added(content, special=True) for content in _special_contents(vocab)])
-    tokenizer.add_tokens([_added(content, special=False) for content in _plain_contents(vocab)])
+    tokenizer.add_special_tokens([_special(content, vocab) for content in _special_contents(vocab)])
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(content, normalized=False, special=False) for content in _plain_contents(vocab)]
+    )
     return tokenizer
 
 
@@ -209,5 +215,6 @@ def _plain_contents(vocab: GGUFVocab) -> Iterator[str]:
             yield content
 
 
-def _added(content: str, *, special: bool) -> Any:
-    return tokenizers.AddedToken(content, normalized=False, special=special)
+def _special(content: str, vocab: GGUFVocab) -> Any:
+    strips = vocab.marks_strip and content not in _BARE
+    return tokenizers.AddedToken(content, normalized=False, special=True, rstrip=strips)

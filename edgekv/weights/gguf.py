@@ -132,27 +132,26 @@ class GGUFSource:
         """The tokenizer and chat template stored in the metadata."""
         from edgekv.text.gguf_tokenizer import GGUFVocab, build_tokenizer
 
-        tokens = self._metadata.items("tokenizer.ggml.tokens", str)
-        kind = self._metadata.field("tokenizer.ggml.model", str)
-        names = ("bos", "eos", "eot", "eom", "padding", "unknown")
-        ids = {name: self._metadata.token_id(name) for name in names}
+        metadata, tokens = self._metadata, self._metadata.tokens
+        bos, eos = metadata.token_id("bos"), metadata.token_id("eos")
+        kind = metadata.field("tokenizer.ggml.model", str)
         vocab = GGUFVocab(
             model=kind,
-            pre=self._metadata.field("tokenizer.ggml.pre", str, ""),
+            pre=metadata.field("tokenizer.ggml.pre", str, ""),
             tokens=tokens,
-            types=self._metadata.items("tokenizer.ggml.token_type", int, []),
-            merges=self._metadata.items("tokenizer.ggml.merges", str, []),
-            scores=self._metadata.items("tokenizer.ggml.scores", float, []),
-            add_space_prefix=self._metadata.field("tokenizer.ggml.add_space_prefix", bool, None),
-            special_ids=[token for token in ids.values() if token is not None],
+            types=metadata.token_types,
+            merges=metadata.items("tokenizer.ggml.merges", str, []),
+            scores=metadata.items("tokenizer.ggml.scores", float, []),
+            add_space_prefix=metadata.field("tokenizer.ggml.add_space_prefix", bool, None),
+            special_ids=metadata.special_ids,
+            marks_strip=kind == "llama" and self.spec.family == "phi3",
         )
         return TokenizerFiles(
             tokenizer_json=str(build_tokenizer(vocab).to_str()),
-            chat_template=self._metadata.field("tokenizer.chat_template", str, None),
-            bos_token="" if ids["bos"] is None else tokens[ids["bos"]],
-            eos_token="" if ids["eos"] is None else tokens[ids["eos"]],
-            add_bos=ids["bos"] is not None
-            and self._metadata.field("tokenizer.ggml.add_bos_token", bool, kind == "llama"),
+            chat_template=metadata.chat_template,
+            bos_token="" if bos is None else tokens[bos],
+            eos_token="" if eos is None else tokens[eos],
+            add_bos=bos is not None and metadata.field("tokenizer.ggml.add_bos_token", bool, kind == "llama"),
         )
 
     @property

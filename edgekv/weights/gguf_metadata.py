@@ -8,18 +8,23 @@
     local RoPE base          gemma3: 10,000, and no scaling
 
 Stored RoPE factors (`rope_freqs`, `rope_factors_long`, `rope_factors_short`) divide the frequencies.
+
+What ends an answer is found by the texts of tokens, too (text/turns.py), because many files name no end of a turn.
+Files of Phi-3 give the marks of its turns the type of tokens that a user defined.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from edgekv.errors import BadCheckpoint, UnsupportedModel
 from edgekv.model.rope_config import stretched_context
 from edgekv.model.spec import MAX_LAYERS, AttentionSpec, BlockSpec, ModelSpec, Multipliers, RopeSpec
+from edgekv.text.turns import ENDS, MARKS
 from edgekv.weights.base import Float32
 
 ARCHITECTURES = {
@@ -30,6 +35,8 @@ ARCHITECTURES = {
 
 INTERLEAVED_QK = ("llama", "smollm3", "granite")
 """Families whose files have the rows of Q and K interleaved."""
+
+_CONTROL, _USER_DEFINED = 3, 4  # token types
 
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
@@ -78,6 +85,49 @@ class Metadata:
         token: int | None = self.field(f"tokenizer.ggml.{name}_token_id", int, None)
         return token
 
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The text of each id."""
+        return self.items("tokenizer.ggml.tokens", str)
+
+    @cached_property
+    def token_types(self) -> list[int]:
+        """The type of each id; empty: all are normal."""
+        return self.items("tokenizer.ggml.token_type", int, [])
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of a chat, if the file has one."""
+        template: str | None = self.field("tokenizer.chat_template", str, None)
+        return template
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """What ends an answer: the ids that the file names, and known ends of turns that this model uses. A token that
+        the file names as the unknown one is used for that (SmolLM2's <|endoftext|>)."""
+        named = self._named("eos", "eot", "eom")
+        return tuple(sorted({*named, *self._marks(ENDS, _CONTROL)} - (self._named("unknown") - named)))
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids that are special whatever their type: those that the file names, and the marks of turns."""
+        named = self._named("bos", "eos", "eot", "eom", "padding", "unknown")
+        return tuple(sorted({*named, *self._marks(MARKS, _CONTROL, _USER_DEFINED)}))
+
+    def _named(self, *names: str) -> set[int]:
+        ids = (self.token_id(name) for name in names)
+        return {number for number in ids if number is not None}
+
+    def _marks(self, texts: frozenset[str], *types: int) -> Iterator[int]:
+        """The ids with these texts that are of these types, or that the template writes."""
+        template = self.chat_template or ""
+        for number, text in enumerate(self.tokens):
+            if text in texts and (self._type(number) in types or text in template):
+                yield number
+
+    def _type(self, number: int) -> int:
+        return self.token_types[number] if number < len(self.token_types) else 0
+
     def own(self, name: str, kind: type, *default: Any) -> Any:
         """A value of the architecture's own."""
         return self.field(f"{self.architecture}.{name}", kind, *default)
@@ -111,7 +161,6 @@ def spec_from_metadata(metadata: Metadata, tensors: Mapping[str, Any], read: Cal
     if not 0 < layers < MAX_LAYERS:
         raise BadCheckpoint(f"{metadata.name} says that it has {layers} layers, which no model has.")
     head_dim = own("attention.key_length", int, hidden // max(heads, 1))
-    eos = {metadata.token_id("eos"), metadata.token_id("eot")}
     rope = _rope(metadata, head_dim, {name: read(tensors[name]) for name in _ROPE_TENSORS if name in tensors})
     return ModelSpec(
         family=ARCHITECTURES[architecture],
@@ -121,14 +170,14 @@ def spec_from_metadata(metadata: Metadata, tensors: Mapping[str, Any], read: Cal
         num_heads=heads,
         num_kv_heads=own("attention.head_count_kv", int, heads),
         head_dim=head_dim,
-        vocab_size=len(metadata.items("tokenizer.ggml.tokens", str)),
+        vocab_size=len(metadata.tokens),
         max_context=stretched_context(rope, own("context_length", int)),
         rms_eps=metadata.positive("attention.layer_norm_rms_epsilon"),
         rope=rope,
         tied_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         bos_id=metadata.token_id("bos"),
-        eos_ids=tuple(sorted(token for token in eos if token is not None)),
+        eos_ids=metadata.end_ids,
         attention=_attention(metadata, layers, max(hidden, 1) / max(heads, 1), max(head_dim, 1)),
         local_rope=RopeSpec(metadata.positive("rope.freq_base_swa", 1e4)) if architecture == "gemma3" else None,
         nope_layers=tuple(range(3, layers, 4)) if architecture == "smollm3" else (),

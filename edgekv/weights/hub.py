@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from edgekv.errors import BadCheckpoint
+from edgekv.text.turns import ENDS
 from edgekv.weights.base import TokenizerFiles
 
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
@@ -52,6 +54,23 @@ class HubFolder:
     def has_template(self) -> bool:
         """See WeightSource."""
         return self._template(self._json("tokenizer_config.json", optional=True)) is not None
+
+    @property
+    def turn_ends(self) -> set[int]:
+        """The ids of known ends of turns that the chat template writes: configs often leave them out."""
+        config = self._json("tokenizer_config.json", optional=True)
+        written = [text for text in ENDS if text in (self._template(config) or "")]
+        return {number for number, text in self._added(config) if text in written} if written else set()
+
+    def _added(self, config: dict[str, Any]) -> Iterator[tuple[int, str]]:
+        """Tokens that were added to the vocabulary, id and text."""
+        table = config.get("added_tokens_decoder")
+        if not isinstance(table, dict):
+            added = self._json("tokenizer.json", optional=True).get("added_tokens")
+            table = {token.get("id"): token for token in added or () if isinstance(token, dict)}
+        for number, token in table.items():
+            if str(number).isdecimal():
+                yield int(number), _token_text(token)
 
     def _template(self, config: dict[str, Any]) -> str | None:
         """The template in a file of its own, else the one in tokenizer_config.json."""

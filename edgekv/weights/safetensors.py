@@ -62,6 +62,8 @@ class SafetensorsSource(HubFolder):
         config, generation = self._json("config.json"), self._json("generation_config.json", optional=True)
         with _named(folder / "config.json"):
             spec = spec_from_config(config, generation)
+        ends = {number for number in self.turn_ends if number < spec.vocab_size}
+        spec = replace(spec, eos_ids=tuple(sorted({*spec.eos_ids, *ends})))
         self.sampling = from_generation_config(generation)
         self._linear = self._scheme(config)
         self._tensors = TensorFiles(folder, self._shards())

@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from conftest import TinyModels
 from gguf import GGMLQuantizationType as Kind
@@ -27,6 +28,7 @@ from edgekv.engines.rope import inverse_frequencies
 from edgekv.errors import BadCheckpoint, EdgeKVError, ModelNotFound, UnsupportedModel
 from edgekv.model.converted import open_converted
 from edgekv.model.spec import RopeSpec
+from edgekv.text.tokenizer import Tokenizer
 from edgekv.weights import BlockWeight, open_source
 from edgekv.weights.base import stack_rows
 from edgekv.weights.gguf import GGUFSource
@@ -439,6 +441,81 @@ def test_the_metadata_of_a_gguf_file(gguf_file: Path) -> None:
     assert json.loads(texts.tokenizer_json)["model"]["vocab"]["ab"] == 259
 
 
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+def named_tokens(metadata: dict[str, Any], names: dict[int, tuple[str, int]], template: str | None = None) -> None:
+    """Give tokens of a GGUF's vocabulary another text and type; a template, or none."""
+    for number, (text, kind) in names.items():
+        metadata["tokenizer.ggml.tokens"][number] = text
+        metadata["tokenizer.ggml.token_type"][number] = kind
+    metadata["tokenizer.ggml.unknown_token_id"] = 0
+    metadata.pop("tokenizer.ggml.eot_token_id")
+    metadata.pop("tokenizer.chat_template")
+    if template is not None:
+        metadata["tokenizer.chat_template"] = template
+
+
+@pytest.mark.parametrize(
+    ("names", "template", "ends"),
+    [
+        ({300: ("<end_of_turn>", CONTROL)}, None, (2, 300)),
+        ({300: ("<|end|>", CONTROL), 301: ("<|eom_id|>", CONTROL), 302: ("<|user|>", CONTROL)}, None, (2, 300, 301)),
+        ({300: ("<|end|>", USER_DEFINED)}, "{{ messages[0].content }}<|end|>", (2, 300)),
+        ({300: ("<|im_end|>", NORMAL)}, "{{ messages[0].content }}<|im_end|>", (2, 300)),
+        ({300: ("<|im_end|>", NORMAL)}, "{{ messages[0].content }}", (2,)),
+        ({300: ("<|end|>", USER_DEFINED)}, None, (2,)),
+        ({0: ("<|endoftext|>", CONTROL)}, None, (2,)),
+    ],
+)
+def test_ends_of_turns_that_a_gguf_file_does_not_name(
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    names: dict[int, tuple[str, int]],
+    template: str | None,
+    ends: tuple[int, ...],
+) -> None:
+    """Public files of Gemma 2 and Phi-3 name no end of turn: known ones count where the model uses them."""
+    source = GGUFSource(written(tiny_models, tmp_path, lambda m, t: named_tokens(m, names, template)))
+    assert source.spec.eos_ids == ends
+
+
+def as_phi3(metadata: dict[str, Any], tensors: dict[str, tuple[Any, str]]) -> None:
+    """A Llama's metadata and tensors under the names of Phi-3."""
+    metadata["general.architecture"] = "phi3"
+    for key in [key for key in metadata if key.startswith("llama.")]:
+        metadata[key.replace("llama", "phi3")] = metadata.pop(key)
+    for layer in range(metadata["phi3.block_count"]):
+        for packed, parts in (("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_up", ("ffn_gate", "ffn_up"))):
+            arrays = [tensors.pop(f"blk.{layer}.{part}.weight")[0] for part in parts]
+            tensors[f"blk.{layer}.{packed}.weight"] = (np.concatenate(arrays), "F32")
+
+
+def test_the_turns_of_a_phi3_file(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """Its files give the marks of turns the type of user-defined tokens: they are special nevertheless, so that what
+    somebody types forges none, and swallow white space behind them as Phi-3's own tokenizer has it."""
+    names = {300: ("<|user|>", USER_DEFINED), 301: ("<|end|>", USER_DEFINED), 302: ("<|think|>", USER_DEFINED)}
+    names[303] = ("\n", NORMAL)
+
+    def edit(metadata: dict[str, Any], tensors: dict[str, tuple[Any, str]]) -> None:
+        as_phi3(metadata, tensors)
+        named_tokens(metadata, names, "<|user|>\n{{ messages[0].content }}<|end|>\n")
+        tokens = metadata["tokenizer.ggml.tokens"]
+        metadata |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * len(tokens)}
+        metadata["tokenizer.ggml.add_space_prefix"] = False
+        metadata.pop("tokenizer.ggml.merges")
+
+    source = GGUFSource(written(tiny_models, tmp_path, edit))
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source.tokenizer().tokenizer_json))
+    assert {"<|user|>", "<|end|>"} <= tokenizer.special_tokens
+    assert "<|think|>" not in tokenizer.special_tokens
+    typed = tokenizer.encode_guarded(tokenizer.guard("a<|end|><|user|>b")).ids
+    assert not {300, 301} & set(typed)
+    assert tokenizer.encode_guarded("<|user|>\na<|end|>\n").ids == (300, tokenizer.token_id("a"), 301)
+    assert tokenizer.encode_guarded("<s>\na").ids == (1, 303, tokenizer.token_id("a"))
+    assert 301 in source.spec.eos_ids
+
+
 def test_tied_embeddings_in_gguf(tiny_models: TinyModels, tmp_path: Path) -> None:
     """case C26: no output tensor means that the embedding is the head."""
     assert GGUFSource(write_gguf(tiny_models.source("one-layer"), tmp_path / "tied.gguf")).spec.tied_embeddings
@@ -611,6 +688,24 @@ def test_bfloat16_by_hand(folder: Path) -> None:
     found = np.asarray(open_source(folder).matrix("embed"))
     wanted = [struct.unpack("<f", struct.pack("<HH", 0, int(half)))[0] for half in bits]
     np.testing.assert_array_equal(found.reshape(-1), np.array(wanted, np.float32))
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
+def test_ends_of_turns_that_a_config_does_not_name(folder: Path, place: str) -> None:
+    """Without generation_config.json a Phi-3 or Gemma 2 has the end of a text alone: what its template ends turns with
+    counts as well, and no other token of a known text."""
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    tokens = {"400": "<|end|>", "401": "<|im_end|>", "402": "<|user|>"}
+    template = "{{ '<|user|>' + messages[0].content + '<|end|>' }}"
+    fields: dict[str, Any] = {"chat_template": template}
+    if place == "tokenizer_config.json":
+        fields["added_tokens_decoder"] = {number: {"content": text} for number, text in tokens.items()}
+    else:
+        added = [{"id": int(number), "content": text} for number, text in tokens.items()]
+        (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    change_config(folder, eos_token_id=2)
+    assert open_source(folder).spec.eos_ids == (2, 400)
 
 
 def shard(folder: Path) -> list[str]:
