@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import h11
@@ -81,19 +82,32 @@ class _EndingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, runtime: AsyncRuntime) -> None:
         super().__init__(config)
         self._runtime = runtime
+        self._hurry = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None  # once it is ending
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = Problem(503, "The server is ending: ask again when it is back.", "server_ending")
-        loop = asyncio.get_running_loop()
-        clocks = (
-            loop.call_later(END_S - TOLD_S, self._runtime.end, ending),
-            loop.call_later(END_S - LEFT_S, self._leave),
-        )
+        self._loop = asyncio.get_running_loop()
+        last = self._loop.create_task(self._end_answers())
         try:
             await super().shutdown(sockets)
         finally:
-            for clock in clocks:
-                clock.cancel()
+            last.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second signal ends the answers now; uvicorn would leave them to the loop's end, with their tracebacks."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif self._loop is None:
+            self._hurry.set()
+        else:
+            self._loop.call_soon_threadsafe(self._hurry.set)
+
+    async def _end_answers(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), END_S - TOLD_S)
+        self._runtime.end(Problem(503, "The server is ending: ask again when it is back.", "server_ending"))
+        await asyncio.sleep(TOLD_S - LEFT_S)
+        self._leave()
 
     def _leave(self) -> None:
         for connection in tuple(self.server_state.connections):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -33,6 +34,34 @@ def test_it_starts_answers_and_ends(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    """The first one lets an answer go on for a while, the second ends it now: the client is told, and no log is."""
+    model = make_chat_model(DATA, tmp_path)
+    command = [sys.executable, "-m", "edgekv", "serve", str(model.folder), "--port", "0", "--context", "256"]
+    with subprocess.Popen(
+        [*command, "--overflow", "window"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        url = process.stdout.readline().split()[2]
+        schema = {"schema": {"type": "array", "items": {"type": "boolean"}, "minItems": 10**5}}
+        form = {"type": "json_schema", "json_schema": schema}
+        body = {"model": "tiny-chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 10**6}
+        body |= {"stream": True, "response_format": form}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            going_on = time.monotonic() + 1
+            while time.monotonic() < going_on:
+                next(lines)
+            process.send_signal(signal.SIGINT)
+            *_, last = filter(None, lines)
+        assert "server_ending" in last
+        assert process.wait(5) == 0
+        assert process.stderr.read() == ""
 
 
 def test_without_the_extra_it_says_what_to_install() -> None:
