@@ -8,13 +8,14 @@ directory appears whole or not at all.
 from __future__ import annotations
 
 import hashlib
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from edgekv.engines.onnx import native
 from edgekv.errors import BadCheckpoint, InvalidOption
@@ -151,6 +152,10 @@ def peak_rss_bytes() -> int:
     for line in lines:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

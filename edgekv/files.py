@@ -132,6 +132,12 @@ def remove_leftovers(path: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def called(path: Path) -> str:
+    """What people call a model at this place: a folder's whole name, or a file's without its suffix. A link to a file
+    is called as it is: hubs keep files under their hashes."""
+    return path.resolve().name if path.is_dir() else path.absolute().stem
+
+
 def folder_size(folder: Path) -> int:
     """Bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
@@ -193,7 +199,7 @@ def _free_space(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes what may be written
     try:
         os.fsync(descriptor)
     finally:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from edgekv.errors import StorageError
 from edgekv.files import atomic_file, sha256_file
+from edgekv.model import catalog
 from edgekv.model.converted import FORMAT_VERSION, ConvertedModel, is_converted, open_converted
 from edgekv.model.foreign import find_foreign, folder_name, is_current
 
@@ -30,6 +31,16 @@ _WATCHED = (*_BESIDE, ".safetensors", ".gguf")
 
 Progress = Callable[[str, int, int | None], None]
 State = list[int]  # size, modification and change time in ns, inode
+
+
+def is_pulled(target: str) -> bool:
+    """Whether a model's name is one that is pulled: of the catalog, or of a hub."""
+    return target.startswith("hf:") or target in catalog.names()
+
+
+def pulled_folder(target: str, home: Path) -> Path:
+    """Where what is made of such a model lies."""
+    return home / "models" / target.removeprefix("hf:").replace("/", "--")
 
 
 @dataclass

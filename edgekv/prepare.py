@@ -22,8 +22,8 @@ from pathlib import Path
 
 from edgekv.convert import ConvertReport, convert
 from edgekv.errors import InvalidOption, ModelNotFound, ScalesError
-from edgekv.files import atomic_file, exclusive, expanded, folder_size, remove_leftovers
-from edgekv.identity import Record, already_made, content_key, records
+from edgekv.files import atomic_file, called, exclusive, expanded, folder_size, remove_leftovers
+from edgekv.identity import Record, already_made, content_key, is_pulled, pulled_folder, records
 from edgekv.kv.scales import KVScales, read_scales, scales_name
 from edgekv.kv.spec import FLOATS, Granularity, KVDtype
 from edgekv.model import catalog
@@ -65,7 +65,7 @@ def _prepared(target: str, home: Path, watch: Watch, chats: bool) -> ConvertedMo
     path = expanded(target)
     if is_converted(path):
         return open_converted(path)
-    if target.startswith("hf:") or target in catalog.names():
+    if is_pulled(target):
         return _prepare_pulled(target, home, watch)
     if (foreign := find_foreign(path)) is not None:
         if chats:
@@ -132,7 +132,7 @@ def published_source(model: ConvertedModel, home: Path) -> Path:
 
 def _prepare_pulled(target: str, home: Path, watch: Watch) -> ConvertedModel:
     entry = catalog.entry(target) if target in catalog.names() else None
-    folder = home / "models" / target.removeprefix("hf:").replace("/", "--")
+    folder = pulled_folder(target, home)
     if not is_converted(folder):
         with _making(folder, home, watch) as missing:
             if missing:
@@ -143,6 +143,11 @@ def _prepare_pulled(target: str, home: Path, watch: Watch) -> ConvertedModel:
 
 def _pull_and_convert(target: str, entry: catalog.CatalogEntry | None, folder: Path, home: Path, watch: Watch) -> None:
     source = pull(target, home=home, progress=watch.progress)
+    if (foreign := find_foreign(source)) is not None:
+        from edgekv.adopt import adopt
+
+        adopt(foreign, folder, name=folder.name, progress=watch.progress)
+        return
     sampling, system = ({}, "") if entry is None else (dict(vars(entry.sampling)), entry.system)
     report = convert(source, folder, name=folder.name, sampling=sampling, system=system, progress=watch.progress)
     _tell(folder.name, report, watch)
@@ -198,7 +203,7 @@ def _prepare_source(path: Path, home: Path, watch: Watch, chats: bool) -> Conver
     if source.missing_tokenizer:
         watch.tell(f"The model will run on token ids only: {source.missing_tokenizer}")
     key = content_key(path, map(Path, source.files), record, watch.progress)
-    folder = next((home / "models").glob(f"*-{key}"), home / "models" / f"{path.resolve().stem}-{key}")
+    folder = next((home / "models").glob(f"*-{key}"), home / "models" / f"{called(path)}-{key}")
     with _making(folder, home, watch) as missing:
         if missing:
             _convert_source(path, folder, record, watch)
@@ -213,7 +218,7 @@ def _convert_source(path: Path, folder: Path, record: Record, watch: Watch) -> N
     def sha256(file: Path) -> str:
         return record.sha256(file, watch.progress)
 
-    name = path.resolve().stem
+    name = called(path)
     report = convert(path, folder, name=name, progress=watch.progress, sha256=sha256)
     _tell(name, report, watch)
 

@@ -31,7 +31,9 @@ def command(source: Path, out: Path, **values: Any) -> None:
         render.note(f"The model runs on token ids only. {done.missing_tokenizer}")
     if done.advice:
         render.note(done.advice)
-    if options.lossy:
+    if options.lossy and done.missing_tokenizer:
+        render.note("What the rounding costs is not measured: that needs text, and so a tokenizer.")
+    elif options.lossy:
         from edgekv.api import open_engine
         from edgekv.lossy import measured_loss
         from edgekv.options import LoadOptions

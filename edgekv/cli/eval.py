@@ -17,7 +17,7 @@ from edgekv.evaluate.run import EvalOptions
 from edgekv.files import atomic_file, check_writable
 from edgekv.model import catalog
 from edgekv.model.converted import ConvertedModel
-from edgekv.options import LoadOptions, plan_for
+from edgekv.options import LoadOptions
 
 if TYPE_CHECKING:
     from edgekv.engines.base import Engine
@@ -48,22 +48,23 @@ def command(
     --checkpoint the same command goes on later. The last line is JSON.
     """
     from edgekv.api import open_text
-    from edgekv.evaluate.plot import check_plots, plot_blocks
+    from edgekv.cli.eval_plan import planned
+    from edgekv.evaluate.plot import check_plot, plot_blocks
     from edgekv.evaluate.run import buried, evaluate, opened, pauses
     from edgekv.evaluate.settings import Setting
 
     options = EvalOptions(**given(EvalOptions, values))
     load = LoadOptions(**given(LoadOptions, values))
     if plot is not None:
-        check_plots()
+        check_plot(plot)
     for path in filter(None, (json_path, plot, checkpoint)):
         check_writable(path)
     ready = ready_model(model, load)
     tokenizer, _ = open_text(ready)
-    base = plan_for(ready, load).kv
+    settings = options.settings(Setting(load.kv_dtype))
+    base = planned(ready, load, settings, against_float=options.against == "float")
     filler = _read(data)
     text = _text(ready, tokenizer, filler, data, options)
-    settings = options.settings(Setting(load.kv_dtype))
     haystacks = buried(filler, tokenizer, base.capacity, options)
     with opened(settings, base, text, options, _opener(ready, load, options)) as comparison, Interrupt() as interrupt:
         pause = pauses(checkpoint, comparison, f"{ready.fingerprint} {options.activations}", lambda: interrupt.asked)
@@ -71,10 +72,15 @@ def command(
             report = evaluate(comparison, options, haystacks, tokenizer, pause, progress)
         _finish(report, checkpoint, comparison.done)
     render.print_eval(report)
-    if plot is not None:
-        curves = {found.name: curve for found, curve in zip(report.scores, report.curves, strict=True)}
-        plot_blocks(plot, curves, options.block, ready.description.name)
-    _write_json(report, json_path, {"model": ready.description.name, "data": data.name, "segment": options.segment})
+    about = {"model": ready.description.name, "data": data.name, "segment": options.segment}
+    try:
+        if json_path is not None:
+            _write_json(report, json_path, about)
+        if plot is not None:
+            curves = {found.name: curve for found, curve in zip(report.scores, report.curves, strict=True)}
+            plot_blocks(plot, curves, options.block, ready.description.name)
+    finally:  # a full disk may refuse both
+        _print_json(report, about)
 
 
 def _opener(model: ConvertedModel, load: LoadOptions, options: EvalOptions) -> Any:
@@ -112,14 +118,17 @@ def _finish(report: EvalReport, checkpoint: Path | None, done: int) -> None:
     render.note(f"Stopped after {done:,} tokens; {how}. So far:")
 
 
-def _write_json(report: EvalReport, path: Path | None, about: dict[str, Any]) -> None:
-    """What matters most onto the last line, everything into the file (which a full disk may refuse)."""
-    lanes = report.to_json()
-    brief = [{name: value for name, value in lane.items() if name != "layers"} for lane in lanes]
+def _print_json(report: EvalReport, about: dict[str, Any]) -> None:
+    """What matters most, as the last line."""
+    brief = [{name: value for name, value in lane.items() if name != "layers"} for lane in report.to_json()]
     render.print_json(about | {"complete": report.complete, "lanes": brief})
-    if path is not None:
-        with atomic_file(path) as part:
-            part.write_text(json.dumps(about | {"complete": report.complete, "lanes": lanes}, indent=1) + "\n", "utf-8")
+
+
+def _write_json(report: EvalReport, path: Path, about: dict[str, Any]) -> None:
+    """Everything, into a file."""
+    with atomic_file(path) as part:
+        whole = about | {"complete": report.complete, "lanes": report.to_json()}
+        part.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
 
 
 def _read(path: Path) -> str:

@@ -10,9 +10,9 @@ import click
 
 from edgekv.cli import render
 from edgekv.engines import choose
-from edgekv.errors import ScalesError
-from edgekv.files import expanded
-from edgekv.identity import already_made
+from edgekv.errors import ModelNotFound, ScalesError
+from edgekv.files import called, expanded
+from edgekv.identity import already_made, is_pulled, pulled_folder
 from edgekv.kv.scales import KVScales, read_scales
 from edgekv.kv.spec import MIN_CAPACITY, KVSpec
 from edgekv.model import catalog
@@ -38,12 +38,15 @@ def command(model: str | None, home: Path | None) -> None:
     if model is None:
         _list_models(folder)
         return
-    path = folder / "models" / model if model in catalog.names() else expanded(model)
-    render.table("", ["", ""], _rows(path, folder, known=model in catalog.names()))
+    pulled = is_pulled(model)
+    path = pulled_folder(model, folder) if pulled else expanded(model)
+    if pulled and not is_converted(path):
+        raise ModelNotFound(f"{model} is not here yet: run `edgekv chat {model}` once.")
+    render.table("", ["", ""], _rows(path, folder))
 
 
-def _rows(path: Path, home: Path, *, known: bool) -> Rows:
-    if known or is_converted(path):
+def _rows(path: Path, home: Path) -> Rows:
+    if is_converted(path):
         return _converted_rows(open_converted(path))
     foreign, made = find_foreign(path), already_made(path, home)
     return _source_rows(path, made) if foreign is None else _foreign_rows(foreign, made)
@@ -143,7 +146,7 @@ def _source_rows(path: Path, made: ConvertedModel | None) -> Rows:
     size, held = held_size(matrices, options)
     floats = [name for name, stored, _ in matrices if stored.is_float]
     rows = [
-        ["name", path.resolve().stem],
+        ["name", called(path)],
         *_spec_rows(source.spec),
         ["format", source.scheme],
         *map(list, source.facts),

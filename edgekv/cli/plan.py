@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import click
 from edgekv.cli import render
 from edgekv.cli.options import given, options_of
 from edgekv.engines import choose
-from edgekv.errors import BadCheckpoint, ModelNotFound
+from edgekv.errors import ModelNotFound
 from edgekv.files import expanded
-from edgekv.identity import already_made
+from edgekv.identity import already_made, is_pulled, pulled_folder
 from edgekv.kv.plan import Footprint, make_plan, tokens_that_fit
 from edgekv.kv.spec import KVDtype
 from edgekv.model import catalog
@@ -23,8 +22,9 @@ from edgekv.model.families import spec_from_config
 from edgekv.model.foreign import find_foreign
 from edgekv.model.spec import ModelSpec
 from edgekv.options import LoadOptions, budget, footprint_of, home_of, plan_request
+from edgekv.weights.hub import read_json
 
-ALTERNATIVES: tuple[KVDtype, ...] = ("int4", "k8v4", "int8", "fp16", "float")
+ALTERNATIVES: tuple[KVDtype, ...] = ("int4", "k8v4", "int8", "fp8", "fp16", "float")
 
 
 @click.command
@@ -59,13 +59,13 @@ def command(model: str, server: bool, as_json: bool, **values: Any) -> int:
 def _resolve(model: str, options: LoadOptions) -> tuple[ModelSpec, Footprint, ConvertedModel | None]:
     """Geometry, weights and, if it is made already, the model directory."""
     path, home = expanded(model), home_of(options)
-    known = model in catalog.names()
-    folder = home / "models" / model if known else path
-    made = open_converted(folder) if is_converted(folder) else None if known else already_made(path, home)
+    pulled = is_pulled(model)
+    folder = pulled_folder(model, home) if pulled else path
+    made = open_converted(folder) if is_converted(folder) else None if pulled else already_made(path, home)
     if made is not None:
         return made.spec, footprint_of(made, options), made
-    if known:
-        raise ModelNotFound(f"{model} has not been converted yet: run `edgekv chat {model}` once.")
+    if pulled:
+        raise ModelNotFound(f"{model} is not here yet: run `edgekv chat {model}` once.")
     spec, footprint = _published(path)
     if choose(options.engine, options.device, options.kv_dtype).name == "torch":
         footprint = Footprint.in_torch(spec, footprint.weight_bytes, options.device)
@@ -97,11 +97,6 @@ def _published(path: Path) -> tuple[ModelSpec, Footprint]:
 
 def _configured(config: Path) -> tuple[ModelSpec, Footprint]:
     """Of a config.json alone, whatever its publisher quantised."""
-    try:
-        data = json.loads(config.read_text("utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{config} cannot be read as JSON: {error}.") from None
-    if not isinstance(data, dict):
-        raise BadCheckpoint(f"{config} holds no object with fields.")
+    data = read_json(config)
     spec = spec_from_config({key: value for key, value in data.items() if key != "quantization_config"})
     return spec, Footprint.estimate(spec)

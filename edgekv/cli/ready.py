@@ -14,7 +14,7 @@ from edgekv.files import exclusive
 from edgekv.kv.scales import scales_name
 from edgekv.kv.spec import MIN_CAPACITY, KVSpec, scales_dtype
 from edgekv.model.converted import ConvertedModel
-from edgekv.options import LoadOptions, home_of
+from edgekv.options import LoadOptions, home_of, plan_for
 
 if TYPE_CHECKING:
     from edgekv.api import Runtime
@@ -33,6 +33,7 @@ def ready_runtime(target: str, options: LoadOptions, *, chats: bool = False, ser
     model = ready_model(target, options, chats=chats)
     kv = KVSpec(MIN_CAPACITY, options.kv_dtype, options.granularity)
     check_combination(kv, options)
+    plan_for(model, options, server=server)  # what does not fit is refused before scales are measured
     if kv.dtype not in ("float", "fp16") and options.scales is None:
         ready_scales(model, kv, options)
     return open_runtime(model, options, server=server)

@@ -110,7 +110,7 @@ def _write_tensors(path: Path, tensors: dict[str, Float32]) -> None:
 def _read_json(path: Path) -> object:
     try:
         return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ScalesError(f"{path} cannot be read ({error}).") from None
 
 

@@ -5,29 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from edgekv.errors import DependencyMissing
+from edgekv.errors import DependencyMissing, InvalidOption
 from edgekv.files import atomic_file
 
 
-def check_plots() -> None:
-    """Make sure that a plot can be drawn, before a long run.
+def check_plot(path: Path) -> None:
+    """Make sure that a plot can be drawn into this file, before a long run.
 
     Raises:
-        DependencyMissing: matplotlib is not installed.
+        DependencyMissing: matplotlib is not installed. InvalidOption: the file's ending is no format that it draws.
     """
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError:
         raise DependencyMissing("A plot needs matplotlib: pip install 'edgekv[plots]'.") from None
+    known = sorted(Figure().canvas.get_supported_filetypes())
+    if _format(path) not in known:
+        raise InvalidOption(f"{path.name} is no kind of picture that can be drawn: end it with .{', .'.join(known)}.")
+
+
+def _format(path: Path) -> str:
+    return path.suffix.removeprefix(".").lower() or "png"
 
 
 def plot_blocks(path: Path, curves: Mapping[str, Sequence[float]], block: int, title: str) -> None:
     """Draw perplexity of each block of `block` tokens; the file's ending says which format (PNG, SVG, PDF).
 
     Raises:
-        DependencyMissing: matplotlib is not installed. StorageError: the file cannot be written.
+        DependencyMissing, InvalidOption: see `check_plot`. StorageError: the file cannot be written.
     """
-    check_plots()
+    check_plot(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -37,4 +44,4 @@ def plot_blocks(path: Path, curves: Mapping[str, Sequence[float]], block: int, t
     axes.legend()
     axes.grid(alpha=0.3)
     with atomic_file(path) as part:
-        figure.savefig(part, format=path.suffix.removeprefix(".") or "png")
+        figure.savefig(part, format=_format(path))

@@ -17,7 +17,7 @@ from edgekv.evaluate import checkpoint
 from edgekv.evaluate.compare import Comparison, Lane, Score, Text, blocks, score
 from edgekv.evaluate.needle import Depth, Haystack, bury, probe
 from edgekv.evaluate.rows import LayerCheck
-from edgekv.evaluate.settings import Setting, parse_setting
+from edgekv.evaluate.settings import REFERENCE, Setting, has_reference, parse_setting
 from edgekv.kv.scales import KVScales
 from edgekv.kv.spec import KVSpec
 from edgekv.text.tokenizer import Tokenizer
@@ -133,8 +133,7 @@ def opened(
             engine, scales = open_cache(setting, setting.kv(base))
             return Lane(setting.name, stack.enter_context(closing(engine)), scales)
 
-        alone = [setting.name for setting in settings] == ["float"]
-        reference = lane(Setting("float")) if options.against == "float" and not alone else None
+        reference = lane(REFERENCE) if has_reference(settings, against_float=options.against == "float") else None
         yield Comparison(text, [lane(setting) for setting in settings], reference)
 
 

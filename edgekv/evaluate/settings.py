@@ -7,6 +7,7 @@ method (`method=mse,headroom=1.0`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -61,6 +62,15 @@ class Setting:
 
     def _is_set(self, field: Any) -> bool:
         return bool(getattr(self, field.name) != field.default)
+
+
+REFERENCE = Setting("float")
+"""What the others are compared with."""
+
+
+def has_reference(settings: Sequence[Setting], *, against_float: bool) -> bool:
+    """Whether a float cache runs beside these; there is nothing to compare it with itself."""
+    return against_float and list(settings) != [REFERENCE]
 
 
 def parse_setting(text: str) -> Setting:

@@ -200,7 +200,7 @@ def _imported(
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidOption(f"{path} cannot be read ({error}): name a folder of safetensors with its config.") from None
     if not isinstance(data, dict):
         raise InvalidOption(f"{path} does not hold an object.")

@@ -142,6 +142,8 @@ class PlanRequest:
     @property
     def runs(self) -> bool:
         """Whether there is an operator here that holds such a cache."""
+        if self.torch:
+            return min(BITS[self.dtype]) >= 8
         return self.native or self.dtype not in OWN_OPERATOR_ONLY
 
     def __post_init__(self) -> None:

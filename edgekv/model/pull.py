@@ -39,6 +39,7 @@ from edgekv.errors import DependencyMissing, DownloadFailed, InvalidOption, Stor
 from edgekv.files import atomic_directory, atomic_file, sha256_file
 from edgekv.model import catalog
 from edgekv.model.catalog import CatalogEntry, FileSpec, Source, WheelPart, WheelSource
+from edgekv.model.foreign import GENAI_CONFIG, PREFERENCE
 from edgekv.units import MIB, format_bytes
 
 Progress = Callable[[str, int, int | None], None]
@@ -49,6 +50,8 @@ HUB_PATTERNS = (
     *("*.safetensors", "*.gguf", "*.onnx", "*.onnx.data", "*.onnx_data"),
 )
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.onnx")
+_ALL_WEIGHTS = ("*.safetensors", "*.onnx", "*.onnx.data", "*.onnx_data")
+_OWN_FORM = "consolidated"  # Mistral's, beside the same weights in that of transformers
 
 _RECEIPT = ".edgekv.json"
 _HUB_FILES = "files"
@@ -308,7 +311,23 @@ def _choose(repo: str, files: Sequence[_HubFile]) -> list[_HubFile]:
         raise InvalidOption(
             f"{repo} has several GGUF files{_listed(quantisations)}: choose one as hf:{repo}/FILE.gguf."
         )
-    return _only(files, HUB_PATTERNS)
+    return [file for file in _only(files, HUB_PATTERNS) if _is_read(file, files)]
+
+
+def _is_read(file: _HubFile, files: Sequence[_HubFile]) -> bool:
+    """Whether it is part of what is read of a repository (`find_foreign`): safetensors in its root in the form of
+    transformers, else the graph that is preferred among those of a folder, with its data."""
+    if not file.matches(_ALL_WEIGHTS):
+        return True
+    inside = PurePosixPath(file.name)
+    if any(other.name == GENAI_CONFIG for other in files):
+        return True  # which names its graph
+    if any("/" not in other.name for other in _only(files, ["*.safetensors"])):
+        return inside.suffix == ".safetensors" and len(inside.parts) == 1 and not inside.name.startswith(_OWN_FORM)
+    beside = [PurePosixPath(other.name) for other in _only(files, ["*.onnx"])]
+    stems = {other.stem for other in beside if other.parent == inside.parent}
+    preferred = next((name for name in PREFERENCE if name in stems), None)
+    return preferred is None or inside.name.split(".onnx")[0] == preferred
 
 
 def _only(files: Sequence[_HubFile], patterns: Sequence[str]) -> list[_HubFile]:

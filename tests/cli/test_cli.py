@@ -22,20 +22,25 @@ from edgekv import cli
 from edgekv.api import load
 from edgekv.cli import COMMANDS, render
 from edgekv.cli.chat import UNSAVED, ChatLoop, Keeping
+from edgekv.cli.eval_plan import planned, together_bytes
 from edgekv.cli.interrupt import Interrupt
 from edgekv.convert import convert
 from edgekv.engines.onnx import native
 from edgekv.errors import EngineError, StorageError
-from edgekv.files import check_writable
+from edgekv.evaluate.settings import REFERENCE, Setting
+from edgekv.files import called, check_writable
 from edgekv.generate import Finished, PrefillProgress, TextDelta, Usage
 from edgekv.kv.scales import read_scales, write_scales
+from edgekv.kv.spec import MIN_CAPACITY
 from edgekv.model.converted import ConvertedModel
+from edgekv.options import LoadOptions
 from edgekv.prepare import prepare
 from edgekv.sampling import SamplingOptions
 from edgekv.session import Session
 from edgekv.session_file import read_session
 from edgekv.session_store import Question, SavedSession, SessionStore
 from edgekv.text.precheck import Overflow
+from edgekv.units import MIB
 
 DATA = Path(__file__).parents[1] / "data" / "llama-fp16"
 
@@ -766,6 +771,80 @@ def test_eval_of_several_settings_writes_files(chat_model: ConvertedModel, tmp_p
     assert len(lanes[1]["layers"]) == 2
     assert {depth["expected"] for depth in lanes[2]["needles"]} <= {"held", "evicted", "cut"}
     assert "int8,sinks" in refused(edgekv(*common, "--setting", "int8,sinks"))
+
+
+def test_eval_keeps_to_the_memory_that_all_its_caches_have(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Each has an engine with weights of its own: capacity shrinks with their number, and what cannot be is refused."""
+    load, settings = LoadOptions(memory="150MiB"), [Setting("int8"), Setting("float"), Setting("k8v4", context=96)]
+    alone = planned(chat_model, load, settings[:1], against_float=False)
+    together = planned(chat_model, load, settings, against_float=True)
+    small, large = (together_bytes(chat_model, load, kv, [*settings, REFERENCE]) for kv in (together, alone))
+    assert MIN_CAPACITY <= together.capacity < alone.capacity == chat_model.spec.max_context
+    assert small <= 150 * MIB < large
+    (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 60)
+    command = ("eval", chat_model.folder, "--data", tmp_path / "text.txt")
+    message = refused(edgekv(*command, "--memory", "140MiB", "--context", 2048, "--setting", "float,sinks=0"))
+    assert "2 caches of this run (float,sinks=0, float)" in message
+    too_long = ("--setting", f"int8,context={2 * chat_model.spec.max_context}")
+    assert "more than the model's own" in refused(edgekv(*command, *too_long))
+
+
+def test_a_picture_of_no_known_kind_is_refused_before_a_run(tmp_path: Path) -> None:
+    """It was found out at the end, with the figures lost."""
+    (tmp_path / "text.txt").write_text("The cat sat on the mat.")
+    command = ("eval", "--data", tmp_path / "text.txt", "--plot", tmp_path / "curves.xyz")
+    assert "curves.xyz is no kind of picture" in refused(edgekv(*command, home=tmp_path / "home"))
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "info"])
+def test_a_hub_model_is_found_where_it_was_made(chat_model: ConvertedModel, tmp_path: Path, command: str) -> None:
+    """By the name that it was pulled by."""
+    name = "hf:org/some-model/file.gguf"
+    assert f"{name} is not here yet: run `edgekv chat {name}`" in refused(edgekv(command, name, home=tmp_path))
+    shutil.copytree(chat_model.folder, tmp_path / "models" / "org--some-model--file.gguf")
+    result = edgekv(command, name, home=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "2048" in result.stdout
+
+
+def test_a_model_is_called_as_its_folder_is(tmp_path: Path) -> None:
+    """Versions have dots; hubs keep files under their hashes, and link to them."""
+    shutil.copytree(DATA, tmp_path / "Tiny-3.2-1B")
+    assert re.search(r"name +Tiny-3.2-1B\n", edgekv("info", tmp_path / "Tiny-3.2-1B", home=tmp_path).stdout)
+    (tmp_path / "3f8a1c9d2b7e").touch()
+    (tmp_path / "tiny-3.2.Q4_0.gguf").symlink_to(tmp_path / "3f8a1c9d2b7e")
+    assert [called(path) for path in (tmp_path / "tiny-3.2.Q4_0.gguf", tmp_path / "Tiny-3.2-1B" / ".")] == [
+        "tiny-3.2.Q4_0",
+        "Tiny-3.2-1B",
+    ]
+
+
+def test_rounding_without_a_tokenizer_is_not_measured(tmp_path: Path) -> None:
+    """There is no text to measure it on; the model is there all the same."""
+    shutil.copytree(DATA, tmp_path / "source", ignore=shutil.ignore_patterns("tokenizer*"))
+    result = edgekv("convert", tmp_path / "source", tmp_path / "out", "--lossy", "int8")
+    assert result.returncode == 0, result.stderr
+    assert "is not measured: that needs text" in result.stderr
+    assert "largest rounding error" in result.stdout
+
+
+def test_deeply_nested_json_is_refused(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """Python's parser gives up on it with an error that is no ValueError."""
+    file = tmp_path / "config.json"
+    file.write_text("[" * 200_000)
+    for command in (("plan", file), ("scales", "import", chat_model.folder, "--file", file, "--from", "genai")):
+        assert "config.json" in refused(edgekv(*command, home=tmp_path))
+
+
+def test_what_does_not_fit_is_refused_before_scales_are_measured(tmp_path: Path) -> None:
+    """The measurement takes a minute and more on a large model."""
+    shutil.copytree(make_chat_model(DATA, tmp_path / "made").folder, tmp_path / "model")
+    for scales in (tmp_path / "model").glob("kv_scales*"):
+        scales.unlink()
+    result = edgekv("chat", tmp_path / "model", "--memory", "100MiB", "-p", "Hello", home=tmp_path)
+    assert "give at least --memory" in refused(result)
+    assert "Measuring" not in result.stderr
 
 
 @pytest.mark.parametrize("options", [("eval", "--json"), ("eval", "--checkpoint"), ("calibrate", "--out")])

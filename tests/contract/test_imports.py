@@ -27,6 +27,9 @@ RANKS = {
 
 TENSOR_LIBRARIES = ("torch", "onnxruntime", "transformers")
 
+UNIX = {"fcntl", "grp", "pty", "pwd", "resource", "termios"}
+"""Modules of Python's that Windows lacks."""
+
 
 def modules() -> dict[str, Path]:
     """Dotted name below edgekv -> file."""
@@ -132,3 +135,15 @@ def test_public_names() -> None:
     assert sorted([*edgekv._MODULES, "__version__"]) == sorted(edgekv.__all__)
     with pytest.raises(AttributeError, match="nothing_like_it"):
         _ = edgekv.nothing_like_it
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_windows_can_import_it(module: str) -> None:
+    """What Unix alone has is imported where it is used, behind a check of the system."""
+    named = {
+        name.split(".")[0]
+        for node in ast.parse(modules()[module].read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    assert not named & UNIX

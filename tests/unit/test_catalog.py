@@ -404,6 +404,8 @@ REPO = {
     "config.json": b"{}",
     "tokenizer.json": b"{ }",
     "model.safetensors": CONTENT,
+    "consolidated.safetensors": CONTENT[4:],
+    "onnx/model.onnx": CONTENT[3:],
     "onnx/model.onnx_data": CONTENT[1:],
     "pytorch_model.bin": CONTENT[2:],
     "modeling_tiny.py": b"import os",
@@ -416,7 +418,7 @@ def test_repository_without_pickles_and_code(hub: type[Hub], home: Path) -> None
     folder = pull("hf:org/tiny", home=home)
     assert folder == home / "sources" / "hf--org--tiny"
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert found == {".edgekv.json", "config.json", "tokenizer.json", "model.safetensors", "onnx/model.onnx_data"}
+    assert found == {".edgekv.json", "config.json", "tokenizer.json", "model.safetensors"}
     assert (folder / "model.safetensors").read_bytes() == CONTENT
 
     hub.asked.clear()
@@ -425,6 +427,33 @@ def test_repository_without_pickles_and_code(hub: type[Hub], home: Path) -> None
     (folder / "config.json").unlink()
     assert pull("hf:org/tiny", home=home) == folder
     assert (folder / "config.json").exists()
+
+
+BROWSER = ("onnx/model.onnx", "onnx/model.onnx_data")
+BROWSER_Q4 = ("onnx/model_q4.onnx", "onnx/model_q4.onnx_data")
+PARTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kept", "left_out"),
+    [
+        (BROWSER_Q4, BROWSER),
+        (("model.onnx", "model.onnx.data"), ()),
+        (("onnx/decoder.onnx", "onnx/encoder.onnx"), ()),  # which one is to be said
+        (("genai_config.json", "text.onnx", "model.onnx"), ()),
+        (PARTS, BROWSER_Q4),
+        (("model.safetensors",), ("original/consolidated.00.safetensors", "consolidated.safetensors")),
+    ],
+)
+def test_only_what_is_read_is_fetched(
+    hub: type[Hub], home: Path, kept: tuple[str, ...], left_out: tuple[str, ...]
+) -> None:
+    """Repositories carry the same weights in many forms; one of them is run."""
+    names = ("config.json", *left_out, *kept)
+    hub.repos["org/tiny"] = {name: CONTENT[place:] for place, name in enumerate(names)}
+    folder = pull("hf:org/tiny", home=home)
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == {".edgekv.json", "config.json", *kept}
 
 
 def test_one_of_several_gguf_files_has_to_be_chosen(hub: type[Hub], home: Path) -> None:

@@ -140,6 +140,13 @@ def test_the_server_is_counted_where_it_is_planned() -> None:
     assert small.kv.capacity < plan_of(QWEN3, 3 * GIB).kv.capacity
 
 
+def test_what_the_torch_engine_has_no_cache_for_does_not_run() -> None:
+    """It holds no 4 bits."""
+    dtypes = ("int4", "k8v4", "int8", "fp8", "float")
+    assert [PlanRequest(dtype, torch=True).runs for dtype in dtypes] == [False, False, True, True, True]
+    assert all(PlanRequest(dtype, native=True).runs for dtype in dtypes)
+
+
 def test_weights_are_exact_or_marked_as_estimated() -> None:
     """A converted model's file size is taken as it is; ONNX Runtime holds a tied embedding twice, edgekv's own matmul
     once."""

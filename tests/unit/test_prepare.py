@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TinyModels
+from conftest import DATA, TinyModels
 
 from edgekv import prepare as module
 from edgekv.api import open_text
@@ -369,6 +369,15 @@ def test_a_hub_repository_has_a_folder_of_its_own(shop: Catalog, tmp_path: Path)
     model = prepare("hf:org/repo", home=tmp_path / "home")
     assert model.folder == tmp_path / "home" / "models" / "org--repo"
     assert model.description.name == "org--repo"
+
+
+def test_a_hub_repository_of_a_graph_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a folder of one does."""
+    monkeypatch.setattr(module, "pull", lambda *a, **b: DATA / "onnx" / "browser-q4")
+    model = prepare("hf:org/graph", home=tmp_path)
+    assert model.folder == tmp_path / "models" / "org--graph"
+    assert (model.is_foreign, model.description.name) == (True, "org--graph")
+    assert prepare("hf:org/graph", home=tmp_path).fingerprint == model.fingerprint
 
 
 def test_shipped_scales_that_fit_are_adopted(shop: Catalog, tmp_path: Path) -> None:
