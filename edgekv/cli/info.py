@@ -20,7 +20,7 @@ from edgekv.model.converted import TEMPLATE, ConvertedModel, is_converted, open_
 from edgekv.model.foreign import ForeignFolder, find_foreign
 from edgekv.model.spec import ModelSpec
 from edgekv.units import format_bytes
-from edgekv.weights.base import Form, Stored
+from edgekv.weights.base import Form, Stored, WeightSource
 
 Rows = list[list[str]]
 
@@ -151,6 +151,7 @@ def _source_rows(path: Path, made: ConvertedModel | None) -> Rows:
         ["format", source.scheme],
         *map(list, source.facts),
         *([["left in float", _grouped(floats)]] if source.quantised else []),
+        *([["tokenizer", source.missing_tokenizer]] if source.missing_tokenizer else []),
         ["chat template", _template_line(source.has_template)],
         *_sampling_rows(source.sampling),
         ["held as", f"{held} (bits/block), about {format_bytes(size)}"],
@@ -159,8 +160,13 @@ def _source_rows(path: Path, made: ConvertedModel | None) -> Rows:
         ["attention", _attention_line(source.spec)],
         ["matmul", _matmul_line()],
     ]
-    state = f"converted: {made.folder}" if made else "not converted yet: the first `edgekv chat` on it does that"
-    return [*rows, ["state", state]]
+    return [*rows, ["state", f"converted: {made.folder}" if made else _unmade_line(source)]]
+
+
+def _unmade_line(source: WeightSource) -> str:
+    if source.missing_tokenizer:
+        return "not converted yet: without a tokenizer it cannot chat, only run on token ids"
+    return "not converted yet: the first `edgekv chat` on it does that"
 
 
 _KINDS = {

@@ -12,6 +12,9 @@ Ids were compared with the reference encodings that llama.cpp ships (made with t
 llama.cpp itself. Two things differ from llama.cpp, both towards the models' own tokenizers: Qwen's NFC normalisation is
 done, and the padding rows that converters name [PAD151646] are not recognised in text.
 
+Llama 3's words are taken whole where a file of them says smaug-bpe, too (SmolLM3, fine-tunes of Llama 3): so the models
+were trained; llama.cpp merges there.
+
 A `pre` that is not listed is refused, not guessed: a wrong splitting rule gives a model that works, only worse.
 """
 
@@ -83,18 +86,30 @@ def build_tokenizer(vocab: GGUFVocab) -> Any:
         UnsupportedModel: the kind of tokenizer, or its splitting rule, is not one of those known here.
         BadCheckpoint: merges or scores are missing or do not fit the tokens.
     """
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if vocab.model not in builders:
-        raise UnsupportedModel(
-            f"The GGUF file has a tokenizer of type {vocab.model!r}; edgekv reads {' and '.join(builders)}. "
-            "Use a checkpoint that comes with a tokenizer.json."
-        )
-    tokenizer = builders[vocab.model](vocab)
+    if reason := unknown_kind(vocab.model, vocab.pre):
+        raise UnsupportedModel(f"The GGUF file {reason}")
+    tokenizer = _BUILDERS[vocab.model](vocab)
     tokenizer.add_special_tokens([_special(content, vocab) for content in _special_contents(vocab)])
     tokenizer.add_tokens(
         [tokenizers.AddedToken(content, normalized=False, special=False) for content in _plain_contents(vocab)]
     )
     return tokenizer
+
+
+def unknown_kind(model: str, pre: str) -> str:
+    """Why a vocabulary of this kind and splitting rule is not read, what is said of its file; empty: it is read."""
+    if model not in _BUILDERS:
+        return (
+            f"has a tokenizer of type {model!r}; edgekv reads {' and '.join(_BUILDERS)}. "
+            "Use a checkpoint that comes with a tokenizer.json."
+        )
+    if model == "llama" or pre in _SPLITS:
+        return ""
+    known = ", ".join(sorted(filter(None, _SPLITS)))
+    return (
+        f"splits text by the rule {pre!r}, which edgekv does not know (it knows {known}). "
+        "Use a checkpoint that comes with a tokenizer.json."
+    )
 
 
 # Splitting rules of byte-level BPE ------------------------------------------------------------------------------------
@@ -103,6 +118,11 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SPACE}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_PUNCTUATION_AND_SPACE}"
+_BEFORE_WORD, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD_ENDS = rf"{_UPPER}*{_LOWER}+", rf"{_UPPER}+{_LOWER}*"  # a word begins anew where its letters turn to capitals
+_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4O = "|".join([*(f"{_BEFORE_WORD}{word}{_CONTRACTIONS}?" for word in _WORD_ENDS), rf"\p{{N}}{{1,3}}|{_CASED_REST}"])
+_TEKKEN = "|".join([*(f"{_BEFORE_WORD}{word}" for word in _WORD_ENDS), rf"\p{{N}}|{_CASED_REST}"])
 
 
 @dataclass(frozen=True)
@@ -118,19 +138,15 @@ class _Split:
 _SPLITS = {
     **dict.fromkeys(("", "default", "gpt-2", "mpt"), _Split()),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Split(single_digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _Split(_LLAMA3, whole_words=True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), _Split(_LLAMA3, whole_words=True)),
+    "gpt-4o": _Split(_GPT4O),
+    "tekken": _Split(_TEKKEN, whole_words=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Split(_QWEN2, nfc=True)),
 }
 
 
 def _byte_level(vocab: GGUFVocab) -> Any:
-    split = _SPLITS.get(vocab.pre)
-    if split is None:
-        known = ", ".join(sorted(filter(None, _SPLITS)))
-        raise UnsupportedModel(
-            f"The GGUF file splits text by the rule {vocab.pre!r}, which edgekv does not know (it knows {known}). "
-            "Use a checkpoint that comes with a tokenizer.json."
-        )
+    split = _SPLITS[vocab.pre]
     if not vocab.merges:
         raise BadCheckpoint("The GGUF file has a byte-level vocabulary without merges, so no text can be encoded.")
     tokenizer = tokenizers.Tokenizer(_bpe(vocab, _listed_merges(vocab), ignore_merges=split.whole_words))
@@ -174,6 +190,9 @@ def _scored_merges(vocab: GGUFVocab) -> list[tuple[str, str]]:
         if text[:cut] in pieces and text[cut:] in pieces
     ]
 
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
+"""By the kind of tokenizer."""
 
 # Both -----------------------------------------------------------------------------------------------------------------
 

@@ -134,10 +134,10 @@ class GGUFSource:
 
         metadata, tokens = self._metadata, self._metadata.tokens
         bos, eos = metadata.token_id("bos"), metadata.token_id("eos")
-        kind = metadata.field("tokenizer.ggml.model", str)
+        kind = self._tokenizer_model
         vocab = GGUFVocab(
             model=kind,
-            pre=metadata.field("tokenizer.ggml.pre", str, ""),
+            pre=self._tokenizer_pre,
             tokens=tokens,
             types=metadata.token_types,
             merges=metadata.items("tokenizer.ggml.merges", str, []),
@@ -156,8 +156,19 @@ class GGUFSource:
 
     @property
     def missing_tokenizer(self) -> str:
-        """A GGUF file always has one."""
-        return ""
+        """See WeightSource. A GGUF file always has a tokenizer, but not always of a kind that is known."""
+        from edgekv.text.gguf_tokenizer import unknown_kind
+
+        reason = unknown_kind(self._tokenizer_model, self._tokenizer_pre)
+        return f"{self.path.name} {reason}" if reason else ""
+
+    @property
+    def _tokenizer_model(self) -> str:
+        return str(self._metadata.field("tokenizer.ggml.model", str))
+
+    @property
+    def _tokenizer_pre(self) -> str:
+        return str(self._metadata.field("tokenizer.ggml.pre", str, ""))
 
     @property
     def has_template(self) -> bool:

@@ -87,10 +87,54 @@ def test_the_rule_decides_how_digits_split() -> None:
     assert spelled(gpt2("llama-bpe", merges=merges), " 1234") == ["Ġ", "123", "4"]
 
 
+WORDS = {
+    "smaug-bpe": ("HelloWorld's 12345 a/b\n\n", ["HelloWorld", "'s", "Ġ", "123", "45", "Ġa", "/b", "ĊĊ"]),
+    "gpt-4o": ("HelloWorld's HTTPx 12345 -/\n", ["Hello", "World's", "ĠHTTPx", "Ġ", "123", "45", "Ġ-/Ċ"]),
+    "tekken": ("HelloWorld's 12 -/\n", ["Hello", "World", "'s", "Ġ", "1", "2", "Ġ-/Ċ"]),
+}
+"""A text, and the words that the makers' rule splits it into."""
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_the_words_of_a_rule(pre: str) -> None:
+    backend = build_tokenizer(gpt2(pre, merges=("a b",)))
+    text, words = WORDS[pre]
+    assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
+PUBLISHED = {
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+"""As the models' tokenizer.json have them."""
+PIECES_OF_TEXT = st.sampled_from(
+    ["Hello", "WORLD", "'s", "'LL", "1234", "\n", " ", "é", "e\u0301", "你", "ǅ", "/", "-"]
+)
+
+
+@given(st.lists(PIECES_OF_TEXT | st.text(max_size=3), max_size=12).map("".join), st.sampled_from(sorted(PUBLISHED)))
+@settings(deadline=None)
+def test_the_published_pattern_gives_the_same_words(text: str, pre: str) -> None:
+    """The rule as it is built here, and the published pattern in the tokenizers library."""
+    split = pre_tokenizers.Split(tokenizers.Regex(PUBLISHED[pre]), "isolated")
+    wanted = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    found = build_tokenizer(gpt2(pre, merges=("a b",))).pre_tokenizer
+    assert found.pre_tokenize_str(text) == wanted.pre_tokenize_str(text)
+
+
 def test_llama3_takes_whole_words_without_merging() -> None:
     """The merges lead to ab + c, the vocabulary has abc."""
     merges = ("a b",)
-    assert spelled(gpt2("llama-bpe", "abc", merges=merges), "abc") == ["abc"]
+    for pre in ("llama-bpe", "smaug-bpe", "tekken"):
+        assert spelled(gpt2(pre, "abc", merges=merges), "abc") == ["abc"]
     assert spelled(gpt2("qwen2", "abc", merges=merges), "abc") == ["ab", "c"]
 
 

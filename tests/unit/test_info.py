@@ -105,6 +105,21 @@ def test_gguf(capsys: pytest.CaptureFixture[str], tiny_models: TinyModels, tmp_p
     assert wanted in rows["held as"]
 
 
+@pytest.mark.parametrize(
+    ("field", "wanted"),
+    [("pre", "tiny.gguf splits text by the rule 'viking'"), ("model", "tiny.gguf has a tokenizer of type 'viking'")],
+)
+def test_a_gguf_file_with_an_unknown_tokenizer(
+    capsys: pytest.CaptureFixture[str], tiny_models: TinyModels, tmp_path: Path, field: str, wanted: str
+) -> None:
+    """Said before anything is converted."""
+    edit = {f"tokenizer.ggml.{field}": "viking"}
+    path = write_gguf(tiny_models.source("llama"), tmp_path / "tiny.gguf", "Q4_1", lambda m, t: m.update(edit))
+    rows = info(capsys, path, "--home", tmp_path / "home")
+    assert rows["tokenizer"][0].startswith(wanted)
+    assert "cannot chat" in rows["state"][0]
+
+
 def test_a_float_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its weights will be rounded, and info says so."""
     rows = info(capsys, DATA / "llama-fp16", "--home", tmp_path)
