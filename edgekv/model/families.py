@@ -191,6 +191,8 @@ def _granite(config: Config, layers: int, head_dim: int) -> dict[str, Any]:
 
 
 def _gemma2(config: Config, layers: int, head_dim: int) -> dict[str, Any]:
+    if config.get("sliding_window_size") is not None:  # some configs name the window twice
+        expect(config, "sliding_window_size", config["sliding_window"])
     slides = _sliding(config, layers, lambda layer: layer % 2 == 0)
     attention = AttentionSpec(
         scale=_scale(number(config, "query_pre_attn_scalar") ** -0.5, head_dim),
@@ -338,7 +340,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         _gemma2,
-        _GEMMA_FIELDS,
+        _GEMMA_FIELDS | {"sliding_window_size"},
         _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": Family(

@@ -8,6 +8,7 @@
 
 Codes and zero points are signed in the library and shifted by 8 in the file, so w = (code - zero) * scale holds for
 what is stored; a symmetric layer has no zero point, which is 8 here. The last dimension is padded to whole words.
+Of `transform_config` only what is in the weights already is read.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class CompressedTensors:
         sparsity = config.get("sparsity_config")
         if isinstance(sparsity, Mapping) and sparsity:
             choice(sparsity, "format", "dense", "dense")
+        _refuse_online_transforms(config.get("transform_config"))
         layout = config.get("format")
         return cls(tuple(PackedGroup.from_config(entry, layout) for entry in entries.values()))
 
@@ -126,6 +128,20 @@ class CompressedTensors:
                 return group
         place = tensors.place(f"{module}.weight_packed")
         raise UnsupportedModel(f"{place} is quantised, but no entry of the config's config_groups targets it.")
+
+
+def _refuse_online_transforms(transforms: Any) -> None:
+    """Rotations (SpinQuant's, QuIP's) that are part of the weights change nothing here; one of a layer's input or
+    output, or of the attention's, would have to be run beside it."""
+    schemes = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    for scheme in schemes.values() if isinstance(schemes, Mapping) else ():
+        for args in scheme.get("apply") or () if isinstance(scheme, Mapping) else ():
+            location = args.get("location") if isinstance(args, Mapping) else args
+            if location not in ("weight_input", "weight_output"):
+                raise UnsupportedModel(
+                    f"The config's quantization_config.transform_config rotates at {location!r} while the model runs; "
+                    "edgekv reads only what is rotated in the weights."
+                )
 
 
 def _check_shape(tensors: TensorFiles, name: str, shape: tuple[int, int]) -> None:

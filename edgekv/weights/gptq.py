@@ -9,6 +9,8 @@ The trap: v1, which `checkpoint_format` "gptq" or its absence means, stores zero
 them as they are. GPTQModel makes the one from the other by adding 0x11111111 to whole words, so that a zero point of 0
 borrows from its neighbour; the same addition is its exact inverse and is what is done here.
 
+AutoRound's "auto_round:auto_gptq" is v1. Layers that its `extra_config` leaves in floats show it in their tensors.
+
 A g_idx of zeros is an empty tensor, not one group. `group_size` -1 is one group.
 
 GPTQModel's `dynamic` gives layers whose names match a pattern parameters of their own, the first that matches: another
@@ -60,6 +62,13 @@ class GPTQ:
         """Read quantization_config; newer writers call `checkpoint_format` also `format`."""
         choice(config, "bits", None, 4)
         return replace(cls._of(config), apart=tuple(cls._apart(config)))
+
+    @classmethod
+    def from_auto_round(cls, config: QuantConfig) -> GPTQ:
+        """Read AutoRound's quantization_config, where it packs as GPTQ v1 does."""
+        choice(config, "packing_format", None, "auto_round:auto_gptq")
+        choice(config, "data_type", "int", "int")
+        return cls.from_config({**config, "checkpoint_format": "gptq"})
 
     @classmethod
     def _of(cls, config: QuantConfig) -> GPTQ:

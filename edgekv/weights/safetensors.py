@@ -34,6 +34,7 @@ SCHEMES: dict[str, Callable[[QuantConfig], LinearScheme]] = {
     "gptq": GPTQ.from_config,
     "compressed-tensors": CompressedTensors.from_config,
     "bitsandbytes": BitsAndBytes.from_config,
+    "auto-round": GPTQ.from_auto_round,
 }
 """By quant_method."""
 
@@ -42,6 +43,11 @@ NORMS_LESS_ONE = ("gemma2", "gemma3_text")
 
 _CONFIGS_APART = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where the fields lie if config.json has none, and the method that wrote that file."""
+
+
+def _has_groups(compression: Any) -> bool:
+    """Whether it says how layers are quantised: the first writers of compressed-tensors named it so."""
+    return isinstance(compression, dict) and bool(compression.get("config_groups"))
 
 
 @contextmanager
@@ -169,6 +175,8 @@ class SafetensorsSource(HubFolder):
         """The format that the config names, or an older writer's own file; None for a model in floats."""
         place, method = "config.json", None
         fields: Any = config.get("quantization_config")
+        if fields is None and _has_groups(config.get("compression_config")):
+            fields = config["compression_config"] | {"quant_method": "compressed-tensors"}
         if fields is None:
             place = next((name for name in _CONFIGS_APART if (self.folder / name).exists()), "")
             fields = self._json(place) if place else None

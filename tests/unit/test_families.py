@@ -101,6 +101,17 @@ def test_floats_that_are_none(field: str, value: Any) -> None:
         spec_from_config(config(**{field: value}))
 
 
+@pytest.mark.parametrize(("size", "runs"), [(4096, True), (None, True), (2048, False)])
+def test_a_window_that_is_named_twice(size: int | None, runs: bool) -> None:
+    """The config.json of google/gemma-2-9b has sliding_window and sliding_window_size."""
+    gemma = config(model_type="gemma2", hidden_act=..., sliding_window=4096, sliding_window_size=size, rope_scaling=...)
+    if runs:
+        assert spec_from_config(gemma).windows[0] == 4096
+    else:
+        with pytest.raises(UnsupportedModel, match="sliding_window_size is 2048"):
+            spec_from_config(gemma)
+
+
 # ---- rotary embeddings -----------------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,55 @@ def test_act_order_keeps_groups_side_by_side(method: GPTQ | Packed, tmp_path: Pa
     np.testing.assert_allclose(found.dequantize(), state[f"{DOWN}.weight"], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("location", "runs"), [("weight_input", True), ("weight_output", True), ("input", False), ("q_attn", False)]
+)
+def test_rotations_that_are_not_in_the_weights(location: str, runs: bool, tmp_path: Path) -> None:
+    """SpinQuant's R3 and R4 and QuIP's are run beside the weights; without them every number would be wrong."""
+    scheme = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": location}]}
+
+    def edit(tensors: Tensors, config: dict[str, Any]) -> None:
+        config["quantization_config"]["transform_config"] = {"config_groups": {"R4": scheme}}
+
+    write(tmp_path, Packed(32), edit)
+    if runs:
+        assert open_source(tmp_path).quantised
+    else:
+        with pytest.raises(UnsupportedModel, match=rf"transform_config rotates at '{location}'"):
+            open_source(tmp_path)
+
+
+def test_the_older_name_of_compressed_tensors(tmp_path: Path) -> None:
+    """compression_config: the same fields."""
+
+    def rename(tensors: Tensors, config: dict[str, Any]) -> None:
+        config["compression_config"] = config.pop("quantization_config")
+        config["compression_config"].pop("quant_method")
+
+    state = write(tmp_path, Packed(32), rename)
+    found = open_source(tmp_path).matrix("1.down")
+    assert isinstance(found, BlockWeight)
+    np.testing.assert_allclose(found.dequantize(), state[f"{DOWN}.weight"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_autorounds_packing_as_gptq(symmetric: bool, tmp_path: Path) -> None:
+    """The layout of GPTQ v1 under another method's name; its other layouts are refused."""
+
+    def rename(tensors: Tensors, config: dict[str, Any]) -> None:
+        config["quantization_config"] |= {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+        config["quantization_config"] |= {"data_type": "int", "extra_config": {"lm_head": {"bits": 16}}}
+
+    state = write(tmp_path, GPTQ(32, symmetric=symmetric), rename)
+    found = open_source(tmp_path).matrix("1.down")
+    assert isinstance(found, BlockWeight)
+    np.testing.assert_allclose(found.dequantize(), state[f"{DOWN}.weight"], rtol=1e-6)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("auto_round:auto_gptq", "auto_round:gptqmodel"))
+    with pytest.raises(UnsupportedModel, match="packing_format is 'auto_round:gptqmodel'"):
+        open_source(tmp_path)
+
+
 def test_a_g_idx_of_zeros_is_empty(tmp_path: Path) -> None:
     """Case C24: with six groups it cannot mean that all columns are in the first."""
     state = write(tmp_path, GPTQ(32, g_idx="zeros"))
