@@ -19,12 +19,12 @@ def open_source(path: Path) -> WeightSource:
     Raises:
         ModelNotFound: there is nothing at `path`, or nothing edgekv can read.
     """
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and _is_gguf(path):
         from edgekv.weights.gguf import GGUFSource
 
         return GGUFSource(path)
     if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
         if (path / "config.json").exists() and any(path.glob("*.safetensors")):
             from edgekv.weights.safetensors import SafetensorsSource
 
@@ -43,3 +43,11 @@ def open_source(path: Path) -> WeightSource:
     raise ModelNotFound(
         f"{path} {what}: give a GGUF file, a folder of safetensors, or a name that `edgekv pull` knows."
     )
+
+
+def _is_gguf(path: Path) -> bool:
+    """By its name, or by its first bytes: Ollama's files have no suffix."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"

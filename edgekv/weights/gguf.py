@@ -10,6 +10,7 @@ back into the half-split order here. Layouts are those of ggml's quantisation re
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,7 @@ class GGUFSource:
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._check_types()
         self._metadata = Metadata(path, self._reader.fields)
+        self._refuse_parts()
         self.spec = spec_from_metadata(self._metadata, self._tensors, _to_float)
         self.sampling = from_gguf(lambda key: self._metadata.field(key, float, None))
         self._check_shapes()
@@ -191,6 +193,16 @@ class GGUFSource:
             return f"blk.{layer}.{_PACKED_NAMES[packed_with(part)[0]]}", packed_rows(self.spec, part)[1]
         return f"blk.{layer}.{_NAMES[part]}", None
 
+    def _refuse_parts(self) -> None:
+        count = self._metadata.field("split.count", int, 1)
+        if count > 1:
+            part = self._metadata.field("split.no", int, 0) + 1
+            first = re.sub(r"-\d{5}(-of-\d{5}\.gguf)$", r"-00001\1", str(self.path))
+            raise UnsupportedModel(
+                f"{self.path.name} is part {part} of {count} of one model: get all of them and join them with "
+                f"`llama-gguf-split --merge {first} OUT.gguf`."
+            )
+
     def _check_types(self) -> None:
         """The library knows more types than it can dequantise: it is asked, for one block of zeros of each type."""
         import gguf
@@ -250,12 +262,19 @@ def _open(path: Path) -> Any:
     from edgekv.weights.gguf_reader import WholeFileReader
 
     try:
-        return WholeFileReader(path)
+        reader = WholeFileReader(path)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path.name}: {error}") from None
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, UnicodeDecodeError, TypeError) as error:
         size = path.stat().st_size
         raise BadCheckpoint(
             f"{path} ({size:,} bytes) is not a whole GGUF file ({str(error)[:80]}): download it again."
         ) from None
+    if reader.byte_order == "S":
+        raise UnsupportedModel(
+            f"{path.name} has its bytes in the order of another kind of machine: get the little-endian file."
+        )
+    return reader
 
 
 def _to_float(tensor: Any, data: Codes | None = None) -> Float32:

@@ -7,6 +7,7 @@
     attention scale          gemma2, gemma3: 1 / sqrt(E / H) in the 27B model, else 1 / sqrt(D)
     local RoPE base          gemma3: 10,000, and no scaling
 
+RoPE that is scaled without saying how is scaled linearly; `rope.scale_linear` is the older name of the factor.
 Stored RoPE factors (`rope_freqs`, `rope_factors_long`, `rope_factors_short`) divide the frequencies.
 
 What ends an answer is found by the texts of tokens, too (text/turns.py), because many files name no end of a turn.
@@ -158,6 +159,8 @@ def spec_from_metadata(metadata: Metadata, tensors: Mapping[str, Any], read: Cal
     """
     architecture, own = metadata.architecture, metadata.own
     heads, hidden, layers = own("attention.head_count", int), own("embedding_length", int), own("block_count", int)
+    if experts := own("expert_count", int, 0):
+        raise UnsupportedModel(f"{metadata.name} is a mixture of {experts} experts, which edgekv does not run.")
     if not 0 < layers < MAX_LAYERS:
         raise BadCheckpoint(f"{metadata.name} says that it has {layers} layers, which no model has.")
     head_dim = own("attention.key_length", int, hidden // max(heads, 1))
@@ -202,7 +205,7 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 def _rope(metadata: Metadata, head_dim: int, factors: dict[str, Float32]) -> RopeSpec:
     theta = metadata.positive("rope.freq_base", 1e6 if metadata.architecture == "gemma3" else 1e4)
-    kind = metadata.own("rope.scaling.type", str, "none")
+    kind = metadata.own("rope.scaling.type", str, "linear")
     channels = metadata.own("rope.dimension_count", int, head_dim)
     own = tuple(float(factor) for factor in factors.get("rope_freqs.weight", ()))
     if not all(0 < factor < math.inf for values in factors.values() for factor in values):
@@ -215,7 +218,8 @@ def _rope(metadata: Metadata, head_dim: int, factors: dict[str, Float32]) -> Rop
             "edgekv does not read from GGUF: convert the model's safetensors instead."
         )
     if kind == "linear":
-        return RopeSpec(theta, "linear", metadata.positive("rope.scaling.factor", 1.0), factors=own)
+        factor = metadata.positive("rope.scaling.factor", metadata.positive("rope.scale_linear", 1.0))
+        return RopeSpec(theta, factors=own) if factor == 1 else RopeSpec(theta, "linear", factor, factors=own)
     return _yarn(metadata, theta, own) if kind == "yarn" else RopeSpec(theta, factors=own)
 
 

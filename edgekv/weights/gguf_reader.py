@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from edgekv.errors import UnsupportedModel
 from edgekv.weights.base import Codes
 
 MOST_ITEMS = 1 << 22
@@ -19,6 +20,8 @@ MOST_ITEMS = 1 << 22
 
 FieldParts = tuple[int, list[Any], list[int], list[Any]]
 """Of a field: its size in bytes, its parts, which of them are items, types."""
+
+_TYPES = frozenset(map(int, gguf.GGMLQuantizationType))
 
 _ITEMS = 12
 """Where the items of a list begin, behind their kind and their count."""
@@ -29,6 +32,7 @@ class WholeFileReader(gguf.GGUFReader):  # type: ignore[misc]
 
     Raises:
         ValueError: it ends early, or holds a list that no model has.
+        UnsupportedModel: a tensor is of a type that the library does not know.
     """
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **options: Any) -> Any:
@@ -36,6 +40,15 @@ class WholeFileReader(gguf.GGUFReader):  # type: ignore[misc]
         if end > len(self.data):
             raise ValueError(f"it ends {end - len(self.data):,} bytes early")
         return super()._get(offset, dtype, count, *rest, **options)
+
+    def _build_tensors(self, start: int, fields: list[Any]) -> None:
+        for field in fields:
+            name, number = field.parts[1], int(field.parts[4][0])
+            if number not in _TYPES:
+                raise UnsupportedModel(
+                    f"{bytes(name).decode()} is stored as type {number} of ggml, which edgekv does not read."
+                )
+        super()._build_tensors(start, fields)
 
     def _get_field_parts(self, offset: int, kind: int) -> Any:
         return self._list(offset) if kind == gguf.GGUFValueType.ARRAY else super()._get_field_parts(offset, kind)

@@ -583,6 +583,12 @@ Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
             "yarn_log_multiplier",
         ),
         (lambda m, t: m.update({"llama.rope.dimension_count": 8}), UnsupportedModel, "8 of 16"),
+        (lambda m, t: m.update({"llama.expert_count": 8}), UnsupportedModel, "a mixture of 8 experts"),
+        (
+            lambda m, t: m.update({"split.count": 3, "split.no": 1}),
+            UnsupportedModel,
+            r"part 2 of 3 .*llama-gguf-split --merge \S*edited\.gguf OUT\.gguf",
+        ),
         (lambda m, t: m.update({"tokenizer.ggml.tokens": [1, 2, 3]}), BadCheckpoint, "tokens holds"),
         (lambda m, t: m.update({"tokenizer.ggml.eos_token_id": "2"}), BadCheckpoint, "eos_token_id"),
         (lambda m, t: t.update({"rope_freqs.weight": (np.ones(9), "F32")}), BadCheckpoint, "9 RoPE factors"),
@@ -623,6 +629,70 @@ def test_linear_rope_in_gguf(tiny_models: TinyModels, tmp_path: Path) -> None:
         )
     )  # fmt: skip
     assert (source.spec.rope.kind, source.spec.rope.factor) == ("linear", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, "linear", 4.0),
+        ({"rope.scale_linear": 2.0}, "linear", 2.0),
+        ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, "linear", 4.0),
+        ({"rope.scaling.factor": 1.0}, "default", 1.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "default", 1.0),
+    ],
+)
+def test_rope_that_is_scaled_without_saying_how(
+    tiny_models: TinyModels, tmp_path: Path, fields: dict[str, Any], kind: str, factor: float
+) -> None:
+    """As llama.cpp reads it: linearly, the factor also under its older name."""
+    named = {f"llama.{name}": value for name, value in fields.items()}
+    rope = GGUFSource(written(tiny_models, tmp_path, lambda m, t: m.update(named))).spec.rope
+    assert (rope.kind, rope.factor) == (kind, factor)
+
+
+def test_a_part_of_a_model_names_the_first(gguf_file: Path, tiny_models: TinyModels, tmp_path: Path) -> None:
+    """That is what llama.cpp's tool is given."""
+    path = tmp_path / "big-00002-of-00003.gguf"
+    edit = {"split.count": 3, "split.no": 1}
+    write_gguf(tiny_models.source("llama"), path, edit=lambda m, t: m.update(edit))
+    with pytest.raises(UnsupportedModel, match=r"--merge \S*big-00001-of-00003\.gguf OUT"):
+        open_source(path)
+
+
+def test_bytes_in_another_order(tmp_path: Path) -> None:
+    """Refused: its numbers would be read wrongly."""
+    path = tmp_path / "big.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_tensor("x.weight", np.ones((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=r"big\.gguf has its bytes in the order of another kind of machine"):
+        GGUFSource(path)
+
+
+def test_a_type_of_tensors_that_nobody_knows(gguf_file: Path) -> None:
+    """llama.cpp adds types: the file is whole."""
+    name = b"blk.1.ffn_up.weight"
+    data = bytearray(gguf_file.read_bytes())
+    at = data.index(name) + len(name) + 4 + 2 * 8  # behind the count of dimensions and the dimensions
+    data[at : at + 4] = struct.pack("<I", 199)
+    gguf_file.write_bytes(data)
+    with pytest.raises(UnsupportedModel, match=r"tiny\.gguf: blk\.1\.ffn_up\.weight is stored as type 199"):
+        GGUFSource(gguf_file)
+
+
+@pytest.mark.parametrize("name", ["MODEL.GGUF", "sha256-4f2a", "model.bin"])
+def test_a_gguf_file_of_any_name(gguf_file: Path, name: str) -> None:
+    """Known by its first bytes; Ollama's files have no suffix."""
+    path = gguf_file.rename(gguf_file.parent / name)
+    assert open_source(path).scheme == "GGUF F32, Q8_0"
+
+
+def test_a_folder_with_one_gguf_file_in_capitals(gguf_file: Path) -> None:
+    gguf_file.rename(gguf_file.parent / "MODEL.GGUF")
+    assert open_source(gguf_file.parent).scheme == "GGUF F32, Q8_0"
 
 
 @pytest.mark.parametrize("count", [1 << 22, 1 << 40, (1 << 22) + 1, (1 << 64) - 1])
