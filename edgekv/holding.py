@@ -144,7 +144,8 @@ def scheme_name(forms: set[Form], options: ConvertOptions) -> str:
 
 def _blocks(name: str, columns: int, group: int) -> int:
     if columns % group:
-        raise UnsupportedModel(f"{name} has {columns} columns, which blocks of {group} do not divide: use --group 32.")
+        advice = ": use --group 32" if columns % GROUPS[0] == 0 else ", and no smaller ones are made"
+        raise UnsupportedModel(f"{name} has {columns} columns, which blocks of {group} do not divide{advice}.")
     return group
 
 

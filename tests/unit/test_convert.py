@@ -28,6 +28,7 @@ from test_weights import write_gguf
 from edgekv.convert import ConvertOptions, convert
 from edgekv.engines.onnx.engine import OnnxEngine
 from edgekv.errors import BadCheckpoint, EdgeKVError, InvalidOption, ModelNotFound, StorageError, UnsupportedModel
+from edgekv.holding import Holding
 from edgekv.kv.spec import KVSpec
 from edgekv.model.converted import DATA, DESCRIPTION, GRAPH, TEMPLATE, TOKENIZER, open_converted
 from edgekv.weights import open_source
@@ -186,6 +187,17 @@ def test_a_group_that_does_not_divide(tiny_models: TinyModels, tmp_path: Path) -
         convert(tiny_models.source("one-layer"), tmp_path / "out", ConvertOptions(group=128))
     assert names(tmp_path) == []
     assert convert(tiny_models.source("one-layer"), tmp_path / "out", ConvertOptions(group=64)).max_weight_error > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "group", "advice"),
+    [("0.q", 96, 64, ": use --group 32"), ("0.q", 80, 32, ", and no smaller"), ("0.q", 80, 64, ", and no smaller"),
+     ("embed", 80, 64, ", and no smaller")],
+)  # fmt: skip
+def test_a_group_that_does_not_divide_has_a_remedy_or_none(name: str, columns: int, group: int, advice: str) -> None:
+    """--group 32 is advised where it helps."""
+    with pytest.raises(UnsupportedModel, match=f"{columns} columns.*do not divide{advice}"):
+        Holding(False, ConvertOptions(group=group)).form(name, columns, Form("float"))
 
 
 # ---- whole or not at all ---------------------------------------------------------------------------------------------
