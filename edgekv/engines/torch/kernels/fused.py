@@ -70,16 +70,18 @@ class Tile:
     stages: int = 2  # loads under way; a third takes shared memory that consumer cards do not have
 
     @classmethod
-    def of(cls, size: int, query_rows: int, *, wide: bool) -> Tile:
+    def of(cls, size: int, query_rows: int, *, floats: bool, centred: bool) -> Tile:
         """The largest that stays in registers and in the 99 KiB of shared memory of a consumer card.
 
         Args:
-            size: D. query_rows: of a KV head. wide: a float32 cache or a centre, whose products take twice the room.
+            size: D. query_rows: of a KV head. floats: a float32 cache, which no matrix unit multiplies, so that whole
+                rows lie in registers. centred: keys held less a centre. The products of both take twice the room.
         """
-        large = triton.next_power_of_2(size) > 128
+        large, wide = triton.next_power_of_2(size) > 128, floats or centred
         most = (32 if large else 64) // (2 if wide else 1)
         rows = min(most, max(_MIN_ROWS, triton.next_power_of_2(query_rows)))
-        return cls(rows, TURN_REACH // 2 if large and wide else TURN_REACH, 4 if rows == _MIN_ROWS and not wide else 8)
+        halved = (large and wide) or (floats and size > 64)
+        return cls(rows, TURN_REACH // 2 if halved else TURN_REACH, 4 if rows == _MIN_ROWS and not wide else 8)
 
 
 class TritonKernels:
@@ -130,8 +132,8 @@ class TritonKernels:
         kv_heads = len(rows.keys.stored)
         group = heads // kv_heads
         splits = self._splits if count == 1 else 1
-        wide = rows.keys.stored.dtype == torch.float32 or rows.keys.centre is not None
-        tile = Tile.of(size, group * count, wide=wide)
+        floats, centred = rows.keys.stored.dtype == torch.float32, rows.keys.centre is not None
+        tile = Tile.of(size, group * count, floats=floats, centred=centred)
         out = torch.empty((heads, count, size), device=queries.device)
         common: dict[str, Any] = {
             "SIZE": size, "WIDTH": max(32, triton.next_power_of_2(size)), "GROUP": group, "SPLITS": splits,
