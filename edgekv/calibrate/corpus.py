@@ -15,7 +15,7 @@ the token that the model's chats begin with; without a chat format, with BOS if 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import accumulate, cycle, pairwise
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from edgekv.calibrate.options import CalibrateOptions
-from edgekv.engines.base import Engine
+from edgekv.engines.base import Engine, Logits
 from edgekv.errors import InvalidOption
 from edgekv.kv.spec import MIN_CAPACITY
 from edgekv.model.converted import Description
@@ -48,6 +48,10 @@ SAMPLING = SamplingOptions(temperature=0.8, top_p=1.0, min_p=0.05)
 _FIRST_GUESS_CHARS = 8  # a token; where a text has more, it is read on
 
 
+Watch = Callable[[int, int], None]
+"""Is told of the slots start .. stop-1 while every layer has their rows."""
+
+
 class Passages(Protocol):
     """Token sequences that an engine can be led through."""
 
@@ -55,8 +59,38 @@ class Passages(Protocol):
     def total(self) -> int:
         """About how many tokens there are."""
 
-    def run(self, engine: Engine) -> Iterator[list[int]]:
-        """Yield each sequence while the engine's cache holds exactly it."""
+    def run(self, engine: Engine, watch: Watch = ...) -> Iterator[list[int]]:
+        """Yield each sequence while the engine's cache holds exactly it; before that, `watch` is told of all its slots
+        from the first on."""
+
+
+class _Reading:
+    """A passage on its way into an empty cache. A layer with a window may hold its last tokens only, so that text is
+    shown in pieces no longer than the shortest window."""
+
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        engine.reset()
+        self._engine, self._watch, self._shown = engine, watch, 0
+        self._piece = min(filter(None, engine.spec.windows), default=engine.kv.capacity)
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """Append tokens; logits after the last."""
+        for start in range(0, len(tokens), self._piece):
+            part = tokens[start : start + self._piece]
+            if self._engine.length + len(part) - self._shown > self._piece:
+                self.show()
+            logits = self._engine.forward(part)
+        return logits
+
+    def show(self) -> None:
+        """Show what was not shown yet."""
+        start, self._shown = self._shown, self._engine.length
+        if start < self._shown:
+            self._watch(start, self._shown)
+
+
+def _look_away(start: int, stop: int) -> None:
+    """A watch that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +114,12 @@ class Excerpts:
         """Tokens in all."""
         return sum(map(len, self.sequences))
 
-    def run(self, engine: Engine) -> Iterator[list[int]]:
-        """Yield each sequence while the engine's cache holds exactly it."""
+    def run(self, engine: Engine, watch: Watch = _look_away) -> Iterator[list[int]]:
+        """See Passages."""
         for sequence in self.sequences:
-            engine.reset()
-            engine.forward(sequence)
+            reading = _Reading(engine, watch)
+            reading.forward(sequence)
+            reading.show()
             yield list(sequence)
 
 
@@ -97,23 +132,24 @@ class SelfGenerated:
     total: int
     seed: int
 
-    def run(self, engine: Engine) -> Iterator[list[int]]:
-        """Yield each prompt with its continuation while the engine's cache holds exactly that."""
+    def run(self, engine: Engine, watch: Watch = _look_away) -> Iterator[list[int]]:
+        """Each prompt with its continuation; see Passages."""
         sampler = Sampler(replace(SAMPLING, seed=self.seed))
         left = self.total
         for prompt in cycle(self.prompts):
-            engine.reset()
-            self._continue(engine, prompt, sampler, min(CONTINUATION, left - len(prompt)))
+            reading = _Reading(engine, watch)
+            self._continue(reading, prompt, sampler, min(CONTINUATION, left - len(prompt)))
+            reading.show()
             yield list(engine.tokens)
             left -= engine.length
             if left <= 0:
                 return
 
-    def _continue(self, engine: Engine, prompt: Sequence[int], sampler: Sampler, most: int) -> None:
-        logits = engine.forward(prompt)
+    def _continue(self, reading: _Reading, prompt: Sequence[int], sampler: Sampler, most: int) -> None:
+        logits = reading.forward(prompt)
         for _ in range(most):
             token = sampler(logits)
-            logits = engine.forward([token])  # the token that ends an answer is in a chat's cache, too
+            logits = reading.forward([token])  # the token that ends an answer is in a chat's cache, too
             if token in self.eos_ids:
                 break
 

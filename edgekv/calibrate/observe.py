@@ -112,7 +112,7 @@ class Observer:
         return np.asarray(np.maximum(self.v_high - centre, centre - self.v_low), np.float32)
 
     def see(self, engine: Engine, start: int, stop: int) -> None:
-        """Take in the rows of slots start .. stop-1 of a float cache.
+        """Take in the rows of slots start .. stop-1 of a float cache, all of which every layer must still hold.
 
         Raises:
             EngineError: a key or value is not finite.
@@ -124,6 +124,7 @@ class Observer:
         late = slice(max(0, SINKS - start), None)  # behind a passage's first tokens
         for layer in range(engine.spec.num_layers):
             keys, values = engine.rows(layer, start, stop)  # each [K, T, D]
+            assert keys.shape[1] == stop - start, "a layer's own ring no longer holds these rows"
             check_finite(layer, keys, values)
             self._see_layer(layer, pair_norms(keys), values)
             if self.tokens == start == 0:

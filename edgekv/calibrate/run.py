@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -105,8 +106,7 @@ def _observe(
     """The statistics of the passages, and the passages themselves."""
     seen = Observer(engine.spec, needs_histograms(options.method))
     sequences = []
-    for sequence in passages.run(engine):
-        seen.see(engine, 0, len(sequence))
+    for sequence in passages.run(engine, partial(seen.see, engine)):
         sequences.append(sequence)
         progress("observe", min(seen.tokens, passages.total), passages.total)
     return seen, sequences
@@ -124,8 +124,8 @@ def _make_scales(
         scales = _with_exact_first(scales, seen)
     meter = ErrorMeter(scales)
     step = max(1, seen.tokens // SEEN_AGAIN)
-    for sequence in Excerpts(tuple(map(tuple, sequences[::step]))).run(engine):
-        meter.see(engine, 0, len(sequence))
+    for _ in Excerpts(tuple(map(tuple, sequences[::step]))).run(engine, partial(meter.see, engine)):
+        pass
     found = meter.overall()
     saturated = (found.k_saturated + found.v_saturated) / 2
     measured = replace(provenance, k_error=found.k_error, v_error=found.v_error, saturated=saturated)
@@ -146,8 +146,7 @@ def _check(
     """The scales' errors on held-out passages, and the passages themselves."""
     meter = ErrorMeter(scales)
     sequences = []
-    for sequence in passages.run(engine):
-        meter.see(engine, 0, len(sequence))
+    for sequence in passages.run(engine, partial(meter.see, engine)):
         sequences.append(sequence)
         progress("check", min(sum(map(len, sequences)), passages.total), passages.total)
     return meter, sequences

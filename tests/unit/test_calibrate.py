@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.families import VARIANTS, write_variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +52,7 @@ from edgekv.kv.rows import dequantize_int4_keys, mixed, quantize_int4_keys
 from edgekv.kv.scales import KVScales, Provenance, from_thresholds, read_scales, write_scales
 from edgekv.kv.spec import KVDtype, KVSpec
 from edgekv.model.converted import ConvertedModel, Description
-from edgekv.model.spec import ModelSpec
+from edgekv.model.spec import AttentionSpec, ModelSpec
 from edgekv.text.prompt import ChatFormat
 from edgekv.text.template import ChatTemplate
 from edgekv.text.tokenizer import Tokenizer
@@ -307,6 +310,49 @@ def test_what_is_not_finite_is_named_by_layer(name: str, bad: float) -> None:
     rows[name][2, 1, 30, 5] = bad
     with pytest.raises(EngineError, match=rf"Layer 2 .* {name} that are not finite \(head 1, channel 5\)"):
         observed(rows["keys"], rows["values"])
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> ConvertedModel:
+    """A Gemma 3 with a window of 24 tokens in its first layer."""
+    folder = tmp_path_factory.mktemp("windowed")
+    return convert(write_variant(VARIANTS["gemma3"], folder / "source"), folder / "model").model
+
+
+def test_a_layer_that_holds_its_last_tokens_only_is_seen_whole(windowed: ConvertedModel) -> None:
+    """Text much longer than its ring: the statistics are those of the operator that keeps all rows."""
+    if reason := native.refusal(windowed.spec, KVSpec(704, "float"), "cpu"):
+        pytest.skip(reason)
+    random = np.random.default_rng(0)
+    passages = Excerpts((tuple(random.integers(3, windowed.spec.vocab_size, 700).tolist()),) * 2)
+    found = {}
+    for attention in ("native", "gqa"):
+        engine = open_engine(windowed, KVSpec(704, "float"), None, OnnxOptions(attention=attention))  # type: ignore[arg-type]
+        with contextlib.closing(engine):
+            seen = found[attention] = Observer(engine.spec, histograms=True)
+            assert len(list(passages.run(engine, partial(seen.see, engine)))) == 2
+            rows = engine.rows(0, 0, 700)[1].shape[1]
+            assert (rows < 700) == (attention == "native")
+    native_seen, whole = found["native"], found["gqa"]
+    assert native_seen.tokens == whole.tokens == 1400
+    for name in ("first", "pair_max", "v_max", "v_mean"):
+        np.testing.assert_allclose(getattr(native_seen, name), getattr(whole, name), rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("windows", [(), (0, 5, 9)])
+def test_passages_are_shown_in_pieces_that_every_layer_holds(windows: tuple[int, ...]) -> None:
+    """No slot is left out or shown twice, whether the text is given or written by the model."""
+    rows = np.zeros((LAYERS, HEADS, 400, SIZE))
+    engine: Any = FakeEngine(rows, rows)
+    engine.spec = replace(SPEC, attention=AttentionSpec(windows=windows))
+    shown: list[tuple[int, int]] = []
+    for passages in (Excerpts(((1, *[7] * 22),)), SelfGenerated(((1, 4, 5, 6, 7, 8, 9),), (), total=60, seed=0)):
+        for sequence in passages.run(engine, lambda start, stop: shown.append((start, stop))):
+            assert shown[0][0] == 0
+            assert all(before[1] == after[0] for before, after in pairwise(shown))
+            assert shown[-1][1] == len(sequence) == engine.length
+            assert all(stop - start <= 5 for start, stop in shown) == bool(windows)
+            shown.clear()
 
 
 # Thresholds
