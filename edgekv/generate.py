@@ -271,6 +271,8 @@ class _Answer:
                 break
             yield from self._append([token])
         yield from self._text(self._detokenizer.finish())
+        if self._detokenizer.stopped:  # in the last token
+            self._reason = "stop"
 
     def settle(self) -> None:
         """Leave in the cache the prompt and those tokens of the answer that were given out as text."""

@@ -164,6 +164,7 @@ class Sampler:
         if options.top_p < 1:
             whole = weights.sum(dtype=np.float64) if options.top_k else 1.0
             inside = np.cumsum(weights, dtype=np.float64) - weights < options.top_p * whole
+            inside[0] = True  # also of a top_p that vanishes in this product
             tokens, weights = tokens[inside], weights[inside]
         likely = weights >= options.min_p * weights[0]
         return tokens[likely], weights[likely]

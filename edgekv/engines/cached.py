@@ -220,6 +220,8 @@ class CachedEngine(ABC):
                 self._tokens.extend(part)
         except BaseException:
             del self._tokens[before:]
+            if before and not self.keeps(before):  # a layer's own ring has been written over
+                self.reset()
             raise
         return joined(parts) if all_logits else parts[-1][0]
 

@@ -44,6 +44,10 @@ class Grammars:
         if options.json_schema is None and options.grammar is None:
             return None
         library = _library()
+        if not self._eos_ids:
+            raise InvalidOption(
+                "This model names no token that ends an answer, so no answer can be held to a schema or grammar."
+            )
         what, text = ("grammar", options.grammar or "")
         if options.json_schema is not None:
             what, text = "JSON schema", _from_schema(library, options.json_schema)
@@ -85,7 +89,7 @@ def _from_schema(library: Any, schema: str) -> str:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise InvalidOption(f"The JSON schema is not JSON: {error}.") from None
-    if not isinstance(parsed, dict | bool):
+    if not isinstance(parsed, dict):
         raise InvalidOption("The JSON schema is not an object.")
     try:
         text: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)

@@ -42,7 +42,8 @@ MAX_COUNT = 1_000_000
 """The largest number that a filter or method may be given (a width, an indent, a count)."""
 
 _MAX_BITS = 4096  # of an integer
-_WIDTH = re.compile(r"%[^a-zA-Z%]*\d{6}|\{[^{}]*\d{6}")
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\d{6}|\*)|\{[^{}]*\d{6}|\{[^{}]*:[^{}]*\{")
+"""In a format: a large width, or one that is itself given as a value."""
 _LOOP = frozenset(("index", "index0", "revindex", "revindex0", "first", "last", "length", "previtem", "nextitem"))
 _STEPS = "edgekv_steps"  # names of filters that only `_generate` writes
 _JOINED = "edgekv_joined"
@@ -85,7 +86,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._check_clock()
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, str):
-            _check_counts(owner, *args, *kwargs.values())
+            _check_counts(*args, *kwargs.values())
+            if getattr(function, "__name__", "") in ("format", "format_map"):
+                _check_format(owner)
         return super().call(context, function, *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -99,7 +102,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if operator == "+" and type(left) is type(right) is str and len(left) + len(right) <= MAX_CHARS:
             return left + right  # nearly all that templates compute: spare it the rest
         if operator == "%":
-            _check_counts(left)
+            _check_format(left)
         elif _size(operator, left, right) > MAX_CHARS:
             raise LimitExceeded("it computes something larger than 16 MiB")
         return super().call_binop(context, operator, left, right)
@@ -148,18 +151,24 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        formats = args[:1] if function.__name__ == "do_format" else ()
-        _check_counts(*formats, *args[options:], *kwargs.values())
+        _check_counts(*args[options:], *kwargs.values())
+        if function.__name__ == "do_format":
+            _check_format(args[0])
         return function(*args, **kwargs)
 
     return checked
 
 
 def _check_counts(*values: Any) -> None:
-    """Refuse counts and widths, as numbers or inside a format, that no template needs."""
-    for value in values:
-        if (isinstance(value, int) and abs(value) > MAX_COUNT) or (isinstance(value, str) and _WIDTH.search(value)):
-            raise LimitExceeded(f"it asks for more than {MAX_COUNT} of something")
+    """Refuse counts that no template needs. Texts may hold any numbers: they are what people say."""
+    if any(isinstance(value, int) and abs(value) > MAX_COUNT for value in values):
+        raise LimitExceeded(f"it asks for more than {MAX_COUNT} of something")
+
+
+def _check_format(text: Any) -> None:
+    """Refuse widths that no template needs, and those that are themselves values."""
+    if isinstance(text, str) and _WIDTH.search(text):
+        raise LimitExceeded(f"it asks for a width of more than {MAX_COUNT}, or of a value")
 
 
 def _size(operator: str, left: Any, right: Any) -> int:

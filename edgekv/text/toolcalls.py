@@ -15,16 +15,19 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 Style = Literal["hermes", "llama"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
+_DECODER, _WHITE = json.JSONDecoder(), " \t\r\n"
+
+
 @dataclass(frozen=True)
 class ToolCall:
-    """A call; `arguments` is a JSON object as text, as the model wrote it but for white space."""
+    """A call; `arguments` is a JSON object as text, as the model wrote it."""
 
     name: str
     arguments: str
@@ -64,10 +67,11 @@ class FirstLookParser:
         yield from self._chosen.put(text)
 
     def close(self) -> Iterator[str | ToolCall]:
-        if self._chosen is not None:
-            yield from self._chosen.close()
-        elif self._held:
-            yield self._held
+        found = [self._held] if self._chosen is None else list(self._chosen.close())
+        if len(found) == 1 and isinstance(found[0], str) and isinstance(self._chosen, LlamaParser):  # no call itself
+            tagged = HermesParser(self._names)
+            found = [*tagged.put(found[0]), *tagged.close()]
+        yield from filter(None, found)
 
 
 class HermesParser:
@@ -148,21 +152,31 @@ def _json_values(text: str) -> list[str]:
 
 def _as_call(text: str, arguments_key: str, names: Collection[str]) -> ToolCall | None:
     """The call that a JSON text is, or None."""
+    parts = _members(text)
+    name = None if parts is None or "name" not in parts else json.loads(parts["name"])
+    if parts is None or not isinstance(name, str) or name not in names:
+        return None
+    arguments = parts.get(arguments_key, parts.get("arguments", "{}"))
+    return ToolCall(name, arguments) if arguments.startswith("{") else None
+
+
+def _members(text: str) -> dict[str, str] | None:
+    """The members of a JSON object, their values as they are written; None if that is not what it is. NaN and Infinity,
+    which Python reads, are no JSON."""
     try:
-        data: Any = json.loads(text)
+        if not isinstance(json.loads(text, parse_constant=_no_json), dict):
+            return None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or data["name"] not in names:
-        return None
-    arguments = data.get(arguments_key, data.get("arguments", {}))
-    return ToolCall(data["name"], _json_text(arguments)) if isinstance(arguments, dict) else None
+    found, rest = {}, text.strip()[1:].lstrip(_WHITE)
+    while not rest.startswith("}"):
+        name, end = _DECODER.raw_decode(rest)
+        rest = rest[end:].lstrip(_WHITE)[1:].lstrip(_WHITE)  # the colon
+        _, end = _DECODER.raw_decode(rest)
+        found[name], rest = rest[:end], rest[end:].lstrip(_WHITE)
+        rest = rest[1:].lstrip(_WHITE) if rest.startswith(",") else rest
+    return found
 
 
-def _json_text(value: Any) -> str:
-    """The value as JSON; an escape for half of a surrogate pair, which is no text, stays an escape."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

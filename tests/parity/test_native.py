@@ -34,7 +34,7 @@ from edgekv.engines.onnx.engine import OnnxEngine, open_engine
 from edgekv.engines.onnx.options import OnnxOptions
 from edgekv.engines.onnx.ring import RingCache
 from edgekv.engines.rope import rope_tables
-from edgekv.errors import CacheFull, InvalidOption, UnsupportedModel
+from edgekv.errors import CacheFull, EngineError, InvalidOption, UnsupportedModel
 from edgekv.generate import Timeline
 from edgekv.kv.quant import E4M3, quantize
 from edgekv.kv.rows import code_items, mixed_channels, operator_scales, own_rows, pack
@@ -836,6 +836,32 @@ def test_a_ring_says_what_it_no_longer_keeps(open_pair: Callable[..., list[OnnxE
         engine.forward(ids)
         engine.truncate(200)
         assert engine.length == (200 if kept else 0)
+
+
+@pytest.mark.parametrize("count", [300, 668])
+def test_a_long_run_that_fails_leaves_no_ring_that_lies(
+    open_pair: Callable[..., list[OnnxEngine]], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Its last rows may have been written over by then: the engine is empty, or as it was."""
+    ids = random_ids(100 + count)
+    ring = open_pair("float")[1]
+    wanted = ring.forward(ids[:100])
+    ring.reset()
+    ring.forward(ids[:99])
+    execute, runs = ring._execute, iter(range(99))
+
+    def failing(tokens: Sequence[int], past: int, rows: range) -> Any:
+        if next(runs) == (count - 1) // 16:  # the last chunk
+            raise EngineError("it failed")
+        return execute(tokens, past, rows)
+
+    monkeypatch.setattr(ring, "_execute", failing)
+    with pytest.raises(EngineError):
+        ring.forward(ids[100:])
+    assert ring.length == (99 if count == 300 else 0)
+    monkeypatch.setattr(ring, "_execute", execute)
+    again = ring.forward(ids[ring.length : 100])
+    assert np.abs(again - wanted).max() < 1e-4 * np.abs(wanted).max()
 
 
 def test_an_eviction_into_the_pinned_prefix_is_refused(open_pair: Callable[..., list[OnnxEngine]]) -> None:

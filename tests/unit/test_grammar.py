@@ -6,13 +6,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from helpers.chat import make_chat_model
 
 import edgekv
+from edgekv.errors import InvalidOption
 from edgekv.sampling import Sampler, SamplingOptions, score_token, softmax
+from edgekv.server.toolgrammar import forced_call
+from edgekv.text.grammar import Grammars
+from edgekv.text.toolcalls import Style, ToolCall, call_parser
 
 USER = [{"role": "user", "content": "Hello"}]
 SCHEMA = {
@@ -113,3 +118,41 @@ def test_a_constraint_narrows_the_choice() -> None:
     chosen = [sampler(np.zeros(64, np.float32)) for _ in range(50)]
     assert chosen == odd.accepted
     assert all(token % 2 for token in chosen)
+
+
+def test_a_model_that_ends_no_answer_is_refused(runtime: edgekv.Runtime) -> None:
+    """llguidance wants a token for the end."""
+    tokenizer = runtime.chat_state.tokenizer
+    grammars = Grammars(tokenizer, runtime.model.spec.vocab_size, [])
+    with pytest.raises(InvalidOption, match="names no token that ends an answer"):
+        grammars.constraint(SamplingOptions(json_schema='{"const": 1}'))
+    assert grammars.constraint(SamplingOptions()) is None
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+NAMED = POINT | {"properties": {"$ref": {"$ref": "#/$defs/N"}}, "required": ["$ref"], "$defs": {"N": {"const": "#/a"}}}
+
+
+def with_definition(inner: dict[str, Any]) -> dict[str, Any]:
+    """Parameters as pydantic writes them where a model holds another."""
+    outer = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "required": ["p"]}
+    return outer | {"additionalProperties": False, "$defs": {"P": inner}}
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama"])
+def test_parameters_may_refer_to_themselves(runtime: edgekv.Runtime, style: Style) -> None:
+    """Two tools with a definition of the same name, each its own; a property may be called like the keyword."""
+    schemas = {"one": with_definition(POINT), "two": with_definition({"const": {"$ref": "#/x"}}), "three": NAMED}
+    tools: Any = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in schemas.items()]
+    expected = {"one": {"p": {"x": int}}, "two": {"p": {"$ref": "#/x"}}, "three": {"$ref": "#/a"}}
+    for name in schemas:
+        forced = forced_call(style, tools, [name], runtime.chat_state.tokenizer.token_id)
+        text = runtime.chat(USER, temperature=1.0, seed=3, **forced).text
+        parser = call_parser(style, [name])
+        (call,) = [part for part in (*parser.put(text), *parser.close()) if isinstance(part, ToolCall)]
+        found = json.loads(call.arguments)
+        assert found == expected[name] or (
+            name == "one" and isinstance(found["p"].pop("x"), int) and found == {"p": {}}
+        )
+    together = forced_call(style, tools, list(schemas), runtime.chat_state.tokenizer.token_id)
+    assert runtime.chat(USER, temperature=1.0, seed=4, **together).finish_reason == "stop"

@@ -242,6 +242,13 @@ def test_impossible_options_are_refused(values: dict[str, Any]) -> None:
         SamplingOptions(**values)
 
 
+def test_a_nucleus_of_nothing_is_the_likeliest_token() -> None:
+    """The smallest top_p vanishes in its product with what top_k left."""
+    options = SamplingOptions(temperature=1.0, top_p=5e-324, top_k=4)
+    logits = logits_of(3)
+    assert Sampler(options, random=np.random.default_rng(0))(logits, []) == int(logits.argmax())
+
+
 def test_extreme_options_are_possible() -> None:
     """What is allowed also runs."""
     logits = logits_of(6, size=700)

@@ -152,7 +152,19 @@ BOMBS = {
     "a format": "{{ '%99999999999d' % 1 }}",
     "a format filter": "{{ '%99999999999d' | format(1) }}",
     "a format method": "{{ '{:>99999999999}'.format(1) }}",
+    "a width that is a value": "{{ '%*d' % (10 ** 9, 5) }}",
+    "a precision that is a value": "{{ '%.*f' % (300000000, 1.0) }}",
+    "two widths made one": "{{ '{0:{1}{2}}'.format('x', 99999, 9999) }}",
+    "a width in a mapping": "{{ '{x:{w}}'.format_map({'x': 'a', 'w': 300000000}) }}",
+    "a width in a list": "{{ '{0[0]:{0[1]}}'.format(['a', 300000000]) }}",
 }
+
+
+@pytest.mark.parametrize("said", ["50% 1234567 of it", "{1234567", '{"a": {"b": 1}}', "%*d", "{:>99999999999}"])
+def test_people_may_say_any_numbers(said: str) -> None:
+    """Only what is used as a format is looked at."""
+    source = "{% set said = messages[0].content %}{{ said.strip() | replace('x', said) }}{{ '{}'.format(said) }}"
+    assert template(source).render([Message(role="user", content=said)]) == 2 * said
 
 
 @pytest.mark.parametrize("bomb", BOMBS)

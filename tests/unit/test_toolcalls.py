@@ -14,17 +14,28 @@ LOOK = ToolCall("look", '{"far": true}')
 UNKNOWN = '<tool_call>{"name": "fly", "arguments": {}}</tool_call>'
 NO_OBJECT = '<tool_call>{"name": "look", "arguments": "far"}</tool_call>'
 
+
+def call(arguments: str) -> str:
+    """A call of `go` between tags."""
+    return f'<tool_call>{{"name": "go", "arguments": {arguments}}}</tool_call>'
+
+
 HERMES = [
     ('<tool_call>\n{"name": "look", "arguments": {"far": true}}\n</tool_call>', [LOOK]),
     (
         'I look.\n<tool_call>{"name":"look","arguments":{"far":true}}</tool_call>\n'
         '<tool_call>{"name": "go"}</tool_call>',
-        ["I look.\n", LOOK, "\n", ToolCall("go", "{}")],
+        ["I look.\n", ToolCall("look", '{"far":true}'), "\n", ToolCall("go", "{}")],
     ),
     ('<tool_call>{"name": "look", "arguments": {"far": true}}', [LOOK]),  # cut off before the tag
     ('<tool_call>{"name": "look", "arg', ['<tool_call>{"name": "look", "arg']),
     ("<tool_call>nonsense</tool_call> so", ["<tool_call>nonsense</tool_call> so"]),
     ('{"name": "go", "arguments": {"to": "\\ud83d"}}', [ToolCall("go", '{"to": "\\ud83d"}')]),  # can still be sent
+    (call('{"x": 1e999, "y": 12345678901234567890.5}'), [ToolCall("go", '{"x": 1e999, "y": 12345678901234567890.5}')]),
+    (call('{ "a" : [1,{"b":"}"}] , "c":null}'), [ToolCall("go", '{ "a" : [1,{"b":"}"}] , "c":null}')]),
+    (call('{"x": NaN}'), [call('{"x": NaN}')]),
+    (call('{"x": -Infinity}'), [call('{"x": -Infinity}')]),
+    (f'{{"a": 1}}\n{call("{}")}', ['{"a": 1}\n', ToolCall("go", "{}")]),
     (UNKNOWN, [UNKNOWN]),
     (NO_OBJECT, [NO_OBJECT]),
     ("1 < 2 <tool_cal", ["1 < 2 <tool_cal"]),

@@ -21,6 +21,7 @@ weights that are not constants.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -239,8 +240,20 @@ def _matrix(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], folder: 
     numbers = (attribute(node, "N", 0), attribute(node, "K", 0), bits, group)
     packing = _Packing(*numbers, zeros is not None, fits_half(values))
     size = _packed_bytes(packing)
+    if not size or not _whole(packing, stored, codes, scales, zeros):
+        return None
     read = tuple(_place(tensors.get(name)) for name in names[:3])
-    return _Matrix(packing, size, stored, codes, values, zeros, read) if size else None
+    return _Matrix(packing, size, stored, codes, values, zeros, read)
+
+
+def _whole(
+    packing: _Packing, stored: int, codes: onnx.TensorProto, scales: onnx.TensorProto, zeros: onnx.TensorProto | None
+) -> bool:
+    """Whether the tensors have as many numbers as the node says: what packs them reads no sizes."""
+    groups = -(-packing.inputs // packing.group)
+    sizes = (groups * packing.group * stored // 8, groups, -(-groups * stored // 8))
+    parts = zip((codes, scales, zeros), sizes, strict=True)
+    return all(part is None or math.prod(part.dims) == packing.outputs * size for part, size in parts)
 
 
 def _place(tensor: onnx.TensorProto | None) -> _Place:

@@ -231,7 +231,7 @@ def _store(
         factor = bits.to(tl.float32, bitcast=True)
         tl.store(factors + head * capacity + slot, factor.to(tl.bfloat16), mask=token < count)
         x = tl.div_rn(x, tl.broadcast_to(factor[:, None], (BLOCK, WIDTH)))
-    target = stored + (head * capacity + slot[:, None]) * SIZE + channel[None]
+    target = stored + head.to(tl.int64) * capacity * SIZE + slot[:, None] * SIZE + channel[None]
     if stored.dtype.element_ty == tl.int8:
         tl.store(target, _round(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8), mask=there)
     elif stored.dtype.element_ty == tl.uint8:
@@ -331,6 +331,9 @@ def _attend(
     real = row < GROUP * count
     there = real[:, None] & (channel[None] < SIZE)
     offsets = line[:, None] * SIZE + channel[None]
+    before = head.to(tl.int64) * capacity * SIZE  # of all heads together there may be more than 32 bits count
+    keys += before
+    values += before
 
     last = past + tl.minimum((block * ROWS + ROWS - 1) // GROUP, count - 1)
     first = past * 0
@@ -364,7 +367,7 @@ def _attend(
         for begin in range(low // PLACES * PLACES, end, PLACES):
             place = begin + tl.arange(0, PLACES)
             slot = _slot(place, evicted, pinned, capacity)
-            base = (head * capacity + slot) * SIZE
+            base = slot * SIZE
             inside = (place >= low) & (place < end)
             k = _tile(keys, base[None] + channel[:, None], inside[None] & (channel[:, None] < SIZE))
             scores = tl.dot(q, k, input_precision="ieee") * power
