@@ -29,7 +29,7 @@ from edgekv.model.catalog import home as cache_home
 from edgekv.model.converted import ConvertedModel
 from edgekv.model.spec import ModelSpec
 from edgekv.text.precheck import OVERFLOWS, Overflow
-from edgekv.units import parse_bytes
+from edgekv.units import MIB, parse_bytes
 
 _MOST_THREADS = 64
 """That may be asked for on any machine; thousands keep it busy with nothing but themselves."""
@@ -147,6 +147,9 @@ def _onnx_runtime_bytes(device: str) -> int:
 def budget(options: LoadOptions) -> int:
     """Bytes the process may use: as given, or what is free less a reserve."""
     if options.memory is not None:
-        return parse_bytes(options.memory)
+        size = parse_bytes(options.memory)
+        if size < MIB and str(options.memory).isdigit():
+            raise InvalidOption(f"A memory of {size} bytes holds no model: did you mean {size}MiB?")
+        return size
     free = hardware.free_memory(options.device)
     return free - hardware.reserve(free)

@@ -219,8 +219,17 @@ def _convert_source(path: Path, folder: Path, record: Record, watch: Watch) -> N
         return record.sha256(file, watch.progress)
 
     name = called(path)
-    report = convert(path, folder, name=name, progress=watch.progress, sha256=sha256)
+    known = next((entry for entry in map(catalog.entry, catalog.names()) if _is_file_of(entry, path, sha256)), None)
+    sampling, system = ({}, "") if known is None else (dict(vars(known.sampling)), known.system)
+    report = convert(path, folder, name=name, sampling=sampling, system=system, progress=watch.progress, sha256=sha256)
     _tell(name, report, watch)
+    if known is not None:
+        _with_scales_of(report.model, known.folder)
+
+
+def _is_file_of(entry: catalog.CatalogEntry, path: Path, sha256: Callable[[Path], str]) -> bool:
+    """Whether it is the file that the catalog knows by a name: what is advised there holds for it by any other."""
+    return path.is_file() and path.stat().st_size == entry.file.size_bytes and sha256(path) == entry.file.sha256
 
 
 def _tell(name: str, report: ConvertReport, watch: Watch) -> None:

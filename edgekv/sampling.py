@@ -42,7 +42,9 @@ class SamplingOptions:
     repetition_penalty: float = about("Above 1 makes what the answer has said less likely.", default=1.0)
     penalty_window: int = about("How many of the answer's last tokens the penalty looks at.", default=256)
     seed: int | None = about("Same seed, same text. Default: different every time.")
-    max_new_tokens: int | None = about("Longest answer. Default: until the model stops or the cache has no room.")
+    max_new_tokens: int | None = about(
+        "Longest answer. Default: what the cache has room for or, where turns leave, as many tokens as it holds."
+    )
     max_seconds: float | None = about("Longest time for an answer, reading the prompt included. Default: no limit.")
     stop: tuple[str, ...] = about("Text that ends the answer (may be given several times).", default=())
     json_schema: str | None = about("JSON schema that the answer must follow.")

@@ -25,7 +25,7 @@ from edgekv.notes import Notepad, Task, next_task
 from edgekv.sampling import SamplingOptions
 from edgekv.session_file import CacheIdentity, read_session, write_session
 from edgekv.session_state import SessionState
-from edgekv.text.precheck import LengthReport, Overflow
+from edgekv.text.precheck import OVERFLOWS, LengthReport, Overflow
 from edgekv.text.template import Message
 
 
@@ -65,6 +65,8 @@ class Session:
     def __init__(
         self, chat: Chat, *, system: str = "", sampling: SamplingOptions | None = None, overflow: Overflow = "window"
     ) -> None:
+        if overflow not in OVERFLOWS:
+            raise InvalidOption(f"Unknown overflow policy {overflow!r}: choose {' or '.join(OVERFLOWS)}.")
         self._chat = chat
         self.sampling = sampling or SamplingOptions()
         self.overflow: Overflow = overflow

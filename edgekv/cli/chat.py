@@ -39,10 +39,13 @@ HELP = """\
 /reset         forget the conversation
 /save FILE     write the conversation and its cache (NAME.json: only the words)
 /load FILE     go on with one
-/quit          leave (Ctrl-D too); Ctrl-C stops an answer"""
+/quit          leave (Ctrl-D and /exit too); Ctrl-C stops an answer"""
 
 UNSAVED, INTERRUPTED = 2, 130
 """Exit codes: the answer is there and could not be kept; Ctrl-C."""
+
+_ALONE = ("help", "stats", "undo", "retry", "reset")
+"""Commands that take nothing."""
 
 _DEFAULTS: dict[str, Any] = {"overflow": "window"}
 """Where the chat's own differ."""
@@ -307,6 +310,8 @@ class ChatLoop:
             raise InvalidOption(
                 f"There is no command /{name}: /help lists them. To send the text, put a space before it."
             )
+        if rest.strip() and name in _ALONE:
+            raise InvalidOption(f"/{name} takes no text. To send the line as a message, put a space before it.")
         actions[name]()
 
     def _gone(self) -> str:

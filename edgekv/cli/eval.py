@@ -65,6 +65,9 @@ def command(
     base = planned(ready, load, settings, against_float=options.against == "float")
     filler = _read(data)
     text = _text(ready, tokenizer, filler, data, options)
+    if len(text.ids) <= options.tokens:
+        known = len(text.ids) - 1
+        render.note(f"[{data} has {known:,} tokens to foretell, not the {options.tokens:,} that are asked for]")
     haystacks = buried(filler, tokenizer, base.capacity, options)
     with opened(settings, base, text, options, _opener(ready, load, options)) as comparison, Interrupt() as interrupt:
         pause = pauses(checkpoint, comparison, f"{ready.fingerprint} {options.activations}", lambda: interrupt.asked)

@@ -75,7 +75,7 @@ def ready_scales(
             with exclusive(path.with_name(f".{path.name}.lock"), _waiting):
                 if not path.exists():  # another process has not made them meanwhile
                     title = f"{dtype} per {kv.granularity}, {options.method} x {options.headroom}"
-                    render.note(f"Measuring KV scales: {title}.")
+                    render.note(f"Measuring KV scales, once for this model (minutes, if it is large): {title}.")
                     calibrate_and_write(model, options, path, load)
     scales = find_scales(model, kv.dtype, kv.granularity, Path(path))
     assert scales is not None, "only a quantised cache is asked for"

@@ -31,13 +31,15 @@ def command(model: str, **values: Any) -> None:
     options = ServeOptions(**(key | given(ServeOptions, values)))
     _check_installed()
     from edgekv.aio import AsyncRuntime
-    from edgekv.server.run import listen, serve
+    from edgekv.server.run import END_S, TOLD_S, listen, serve
 
     bound = listen(options)
     load = LoadOptions(**given(LoadOptions, values))
     with ready_runtime(model, load, server=True) as runtime:
         host = f"[{options.host}]" if ":" in options.host else options.host
-        render.say(f"{runtime.model.description.name} at http://{host}:{bound.getsockname()[1]} (Ctrl-C ends it)")
+        address = f"http://{host}:{bound.getsockname()[1]}"
+        render.say(f"{runtime.model.description.name} at {address} (Ctrl-C ends it)")
+        render.note(f"[answers that are being made then have {END_S - TOLD_S:g} s; a second Ctrl-C ends them at once]")
         serve(AsyncRuntime(runtime, max_waiting=options.max_waiting), options, bound)
 
 

@@ -808,6 +808,28 @@ def test_a_hub_model_is_found_where_it_was_made(chat_model: ConvertedModel, tmp_
     assert "2048" in result.stdout
 
 
+def test_commands_that_take_nothing_say_so(chat_model: ConvertedModel) -> None:
+    """What follows them might have been meant as a message."""
+    typed = "Hello\n/retry with more detail\n/stats now\n/undo\n/stats\n"
+    result = edgekv("chat", chat_model.folder, "--context", "256", "--max-new-tokens", 4, stdin=typed)
+    assert result.returncode == 2
+    assert re.findall("error: /(.*) takes no text", result.stderr) == ["retry", "stats"]
+    assert re.search(r"messages +0\b", result.stdout)
+
+
+def test_eval_tells_of_a_text_that_is_too_short(chat_model: ConvertedModel, tmp_path: Path) -> None:
+    """A table of three tokens looks like any other."""
+    (tmp_path / "text.txt").write_text("Hello world.")
+    result = edgekv("eval", chat_model.folder, "--data", tmp_path / "text.txt", "--context", 128, "--tokens", 100)
+    tokens = json.loads(result.stdout.splitlines()[-1])["lanes"][0]["tokens"]
+    assert f"has {tokens} tokens to foretell, not the 100 that are asked for]" in result.stderr
+
+
+def test_a_memory_without_its_unit_is_told(chat_model: ConvertedModel) -> None:
+    """Nobody means 512 bytes."""
+    assert "did you mean 512MiB?" in refused(edgekv("plan", chat_model.folder, "--memory", 512))
+
+
 def test_a_model_is_called_as_its_folder_is(tmp_path: Path) -> None:
     """Versions have dots; hubs keep files under their hashes, and link to them."""
     shutil.copytree(DATA, tmp_path / "Tiny-3.2-1B")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import DATA, TinyModels
+from helpers.gguf_files import write_gguf
 
 from edgekv import prepare as module
 from edgekv.api import open_text
@@ -24,6 +26,7 @@ from edgekv.convert import convert
 from edgekv.errors import BadCheckpoint, ModelNotFound, ScalesError
 from edgekv.kv.scales import DEFAULT_NAME, KVScales, Provenance, scales_name, write_scales
 from edgekv.model import catalog
+from edgekv.model.catalog import FileSpec
 from edgekv.model.converted import ConvertedModel, open_converted
 from edgekv.prepare import Watch, find_scales, prepare
 
@@ -369,6 +372,26 @@ def test_a_hub_repository_has_a_folder_of_its_own(shop: Catalog, tmp_path: Path)
     model = prepare("hf:org/repo", home=tmp_path / "home")
     assert model.folder == tmp_path / "home" / "models" / "org--repo"
     assert model.description.name == "org--repo"
+
+
+def test_a_file_of_the_catalog_is_known_under_any_name(
+    shop: Catalog, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is advised for it there, and its scales, are the model's."""
+    file = tmp_path / "My.Model.gguf"
+    config = json.loads((source / "config.json").read_text())
+    write_gguf(source, file, "llama", config, {})
+    known = FileSpec("other.gguf", hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_size)
+    entry = replace(shop.entry, file=known)
+    monkeypatch.setattr(catalog, "entry", lambda name, *a: entry)
+    first = prepare(str(file), home=tmp_path / "first")
+    assert first.description.name == "My.Model"
+    assert first.description.system == "Be brief."
+    assert first.description.sampling == vars(entry.sampling)
+    write_scales(entry.folder / DEFAULT_NAME, scales_for(first))
+    assert find_scales(prepare(str(file), home=tmp_path / "second"), "int8", "channel") is not None
+    monkeypatch.setattr(catalog, "entry", lambda name, *a: replace(entry, file=replace(known, sha256="0" * 64)))
+    assert prepare(str(file), home=tmp_path / "third").description.system == ""
 
 
 def test_a_hub_repository_of_a_graph_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

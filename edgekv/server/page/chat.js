@@ -14,7 +14,9 @@ async function request(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(STORE.key);
     const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-    const reply = await fetch(path, { ...options, headers });
+    const reply = await fetch(path, { ...options, headers }).catch((error) => {
+      throw error.name === "AbortError" ? error : new Error("The server does not answer: is it still running?");
+    });
     if (reply.ok) return reply;
     if (reply.status === 401) {
       await askForKey(key);
