@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from edgekv.cli.wrap import WordWrap
 from edgekv.generate import Event, Evicted, Finished, NotedDown, PrefillProgress, TextDelta
 from edgekv.kv.plan import Plan
 from edgekv.kv.spec import KVDtype
@@ -230,6 +231,7 @@ class AnswerPrinter:
     def __init__(self, *, as_json: bool) -> None:
         self._json = as_json
         self._wrote = self._reading = False
+        self._wrap = WordWrap(lambda: out.width) if out.is_terminal else None
         self._left, self._turns = 0, set[int]()  # tokens that left while the answer was written, and their messages
 
     def show(self, event: Event) -> None:
@@ -238,7 +240,7 @@ class AnswerPrinter:
             print_json({"event": type(event).__name__} | asdict(event))
         elif isinstance(event, TextDelta):
             self._clear()
-            click.echo(spoken(event.text), nl=False)
+            self._write(spoken(event.text))
             self._wrote = True
         elif isinstance(event, PrefillProgress) and console.is_terminal:
             click.echo(f"\r\x1b[2mreading {event.done} of {event.total} tokens\x1b[0m", nl=False, err=True)
@@ -254,9 +256,12 @@ class AnswerPrinter:
         """Finish the line, and say what left meanwhile."""
         self._clear()
         if self._wrote and not self._json:
-            click.echo()
+            click.echo("" if self._wrap is None else self._wrap.close())
         if self._left:
             note(f"[meanwhile {self._left} tokens{named_turns(sorted(self._turns))} left the cache]")
+
+    def _write(self, text: str) -> None:
+        click.echo(text if self._wrap is None else self._wrap.put(text), nl=False)
 
     def _clear(self) -> None:
         """Take back the line that says how far reading is."""
