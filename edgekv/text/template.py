@@ -55,6 +55,10 @@ class ChatTemplate:
                 f"The model's chat template is not valid Jinja (line {error.lineno}: {error.message}): "
                 "the checkpoint needs another one."
             ) from None
+        except (RecursionError, SyntaxError, MemoryError):  # Jinja's parser, and Python's of what Jinja makes of it
+            raise TemplateError(
+                "The model's chat template is nested too deeply: the checkpoint needs another one."
+            ) from None
 
     def with_tools(self, tools: Sequence[Tool]) -> ChatTemplate:
         """The same template, given these tools whenever it runs."""

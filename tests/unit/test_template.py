@@ -132,6 +132,16 @@ def test_faults_of_the_template_are_template_errors(source: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["{{ " + "[" * 3000 + "]" * 3000 + " }}", "{% if a %}" * 1500 + "{% endif %}" * 1500, "{{ " + "-" * 5000 + "1 }}"],
+)
+def test_a_source_that_is_nested_too_deeply(source: str) -> None:
+    """Parsers call themselves. Found by the long fuzz run."""
+    with pytest.raises(TemplateError, match="nested too deeply"):
+        template(source)
+
+
 def test_broken_source() -> None:
     with pytest.raises(TemplateError, match=r"not valid Jinja \(line 2: "):
         template("fine\n{% if %}")
