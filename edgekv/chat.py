@@ -19,7 +19,7 @@ import numpy as np
 
 from edgekv.encoded import EncodedText, ids_array
 from edgekv.engines.base import Engine
-from edgekv.errors import InvalidOption
+from edgekv.errors import InvalidOption, TemplateError
 from edgekv.generate import Event, Request, Timeline, answer
 from edgekv.kv.window import Window
 from edgekv.parking import ParkingLot
@@ -263,6 +263,8 @@ class Chat:
         pinned, answer = whole.token_at(prompt.pinned_chars), whole.token_at(prompt.answer_offset)
         outline = PromptOutline(whole.tokens, turn_starts, answer, markers, pinned)
         ids = held.passed[: whole.departed.tokens] + whole.ids
+        if not ids:
+            raise TemplateError("The model's chat template makes nothing of these messages: another one is needed.")
         return EncodedPrompt(ids, outline, prompt, whole)
 
     def _staying(self, prompt: EncodedPrompt, state: Window) -> EncodedText | None:

@@ -292,3 +292,13 @@ def test_a_long_answer_does_not_block_the_next_turn(chat_model: ConvertedModel) 
         assert text_of(session.send("Talk"))
         assert runtime.chat_state.timeline.window.evicted > 128
         assert text_of(session.send("More"))
+
+
+def test_a_template_that_makes_nothing_is_refused(tmp_path: Path) -> None:
+    """A prompt without tokens has no next one. Found by the long fuzz run."""
+    source = Path(__file__).parents[1] / "data" / "llama-fp16"
+    model = make_chat_model(source, tmp_path, "{% if false %}{{ messages }}{% endif %}")
+    with edgekv.load(model.folder, memory="4GiB", context=128) as runtime:
+        for ask in (lambda: runtime.chat(USER), lambda: runtime.session().precheck("Hello")):
+            with pytest.raises(edgekv.TemplateError, match="makes nothing of these messages"):
+                ask()
