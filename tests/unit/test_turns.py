@@ -65,30 +65,32 @@ def collects_at(step: int, work: Callable[[], object]) -> bool:
     return collected.is_set()
 
 
-def test_collected_in_the_thread_that_waits() -> None:
-    """It gets its turn at once, wherever in its waiting that happens."""
+def collects_everywhere(work_in: Callable[[Turns], Callable[[], object]]) -> None:
+    """Have a stream collected at every single call that a thread's work in a line makes; nobody is in line then."""
     step, goes_on = 0, True
     while goes_on:
         step += 1
         turns = Turns()
         lose_a_stream(turns)
-        goes_on = collects_at(step, lambda turns=turns: turns.take().release())
+        goes_on = collects_at(step, work_in(turns))
         assert not turns._line
     assert step > 5
+
+
+def test_collected_in_the_thread_that_waits() -> None:
+    """It gets its turn at once, wherever in its waiting that happens."""
+    collects_everywhere(lambda turns: lambda: turns.take().release())
 
 
 def test_collected_in_a_thread_that_leaves() -> None:
     """Somebody who gave up waiting: then nobody is in line."""
-    step, goes_on = 0, True
-    while goes_on:
-        step += 1
-        turns = Turns()
-        lose_a_stream(turns)
+
+    def leaving(turns: Turns) -> Callable[[], object]:
         waiting = Turn(turns)
         turns._line.append(waiting)
-        goes_on = collects_at(step, waiting.release)
-        assert not turns._line
-    assert step > 5
+        return waiting.release
+
+    collects_everywhere(leaving)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere a wait for a lock is not interrupted")
